@@ -158,26 +158,6 @@ def check_that_infinities_are_seen() -> None:
         UNSCALE()
 
 
-# ---------------------------------------------------------------------- deterministic algorithms
-
-_set_deterministic = lookup("torch._C:_set_deterministic_algorithms", "ask for deterministic algorithms")
-
-
-def set_deterministic(is_on: bool, *, warn_only: bool) -> None:
-    """Make torch use only deterministic algorithms, or allow other algorithms again.
-
-    torch's public function is only the fallback, because it imports the compiler, which takes seconds.
-
-    Args:
-        is_on: whether torch uses only deterministic algorithms from now on.
-        warn_only: whether an operation without a deterministic algorithm warns, instead of raising an error.
-    """
-    if is_there(_set_deterministic):
-        _set_deterministic(is_on, warn_only=warn_only)
-    else:
-        torch.use_deterministic_algorithms(is_on, warn_only=warn_only)
-
-
 _USE = "send data inside of a transform of torch.func"
 
 _present_level = lookup("torch._C:_functorch.peek_interpreter_stack", _USE)

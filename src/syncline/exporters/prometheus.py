@@ -71,7 +71,7 @@ class Prometheus(MetricExporter):
     @suggests_arguments
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         super().__init__()
-        client = import_client("prometheus_client", exporter="Prometheus", extra="prometheus")
+        client = import_client("prometheus_client", exporter="Prometheus")
         registry = client.REGISTRY if registry is None else registry
         checked_kind("registry", registry, client.CollectorRegistry, "a CollectorRegistry")
         self._metrics: dict[str, Any] = {}

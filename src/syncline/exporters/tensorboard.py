@@ -61,7 +61,7 @@ class TensorBoard(Exporter):
         super().__init__()
         self._every = checked_count("every", every, at_least=1)
         self._all_ranks = checked_flag("all_ranks", all_ranks)
-        self._client = import_client("torch.utils.tensorboard", exporter="TensorBoard", extra="tensorboard")
+        self._client = import_client("torch.utils.tensorboard", exporter="TensorBoard")
         given: Any = writer_or_dir
         self._given: SummaryWriter | None = (
             None if isinstance(given, type) or not hasattr(given, "add_scalar") else given

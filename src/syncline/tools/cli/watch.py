@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from syncline.tools.cli.options import CommandParser, UsageError
-from syncline.tools.cli.values import number, trace_folder
+from syncline.tools.cli.values import trace_folder
 from syncline.tools.watch.follow import Follower
-from syncline.tools.watch.ranks import RankState, present, screen
+from syncline.tools.watch.ranks import RankState, screen
 from syncline.tracing.file import parts_in
 
 _HELP = """\
-usage: syncline watch DIR [--every SECONDS] [--once]
+usage: syncline watch DIR [--once]
 
 Show what each rank of a run is doing now: its step, how long a step takes, how much
 of it the rank waits, and its phase. If the run stands still: where each rank is, in
@@ -23,14 +23,14 @@ syncline run --trace DIR and sl.trace(DIR) write it; start this in another termi
 
   syncline watch runs/1
 
-  --every SECONDS       how often to look (default: 1)
   --once                print the present state, and end; there must be a trace
   -h, --help            show this text
 
 The command ends when all ranks have ended, or with Ctrl-C.
 """
 
-_SECONDS = number(float, "a number of seconds from 0.001 to 1,000,000", 1e-3, 1e6)
+_EVERY_SECONDS = 1.0
+"""How often the picture is shown."""
 
 _CLEAR = "\033[H\033[2J"
 
@@ -43,28 +43,25 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = CommandParser("syncline watch", _HELP)
     parser.add_argument("directory", metavar="DIR", type=trace_folder)
-    how_often = parser.add_mutually_exclusive_group()
-    how_often.add_argument("--every", type=_SECONDS, default=1.0)
-    how_often.add_argument("--once", action="store_true")
+    parser.add_argument("--once", action="store_true")
     args = parser.parse_all(argv)
     directory: Path = args.directory
     if args.once and not parts_in(directory):
         what = "has no trace" if directory.exists() else "does not exist"
         wait = "without --once, syncline watch waits for one"
         raise UsageError(f"{directory} {what}: expected the directory of a trace; {wait}")
-    follower, states = Follower(directory), dict[str, RankState]()
+    follower = Follower(directory)
     try:
         while True:
-            for name, found, at in follower.new_rows():
-                states.setdefault(name, RankState()).add(found, at)
-            _show(directory, list(states.values()))
-            if args.once or (states and all(one.end is not None for one in present(list(states.values())))):
+            states = follower.present()
+            _show(directory, states)
+            if args.once or (states and all(one.end is not None for one in states)):
                 return 0
-            time.sleep(args.every)
+            time.sleep(_EVERY_SECONDS)
     except KeyboardInterrupt:
         return 0
 
 
 def _show(directory: Path, states: Sequence[RankState]) -> None:
-    text = screen(present(states), time.monotonic()) if states else f"waiting for a trace in {directory} ..."
+    text = screen(states, time.monotonic()) if states else f"waiting for a trace in {directory} ..."
     print(f"{_CLEAR if sys.stdout.isatty() else ''}{text}", flush=True)
