@@ -35,6 +35,7 @@ ALLOWED = {
     "syncline.liveness.connection._lock": "guards the file descriptors of the process",
     "syncline.session.registry.REGISTRY": "what is attached to a user's modules, found by kind",
     "syncline.session.world._SESSION": "the session of the process",
+    "syncline.torch_backend.work.ENDED": "all calls that have ended share it: it has ended, and makes one future",
     "syncline.transport.watched_work.under_way": "each wait drives the operations of all groups of the process",
     "syncline.user_code._main_state": "an address that is noted when the process starts, and in a fork",
 }
