@@ -37,6 +37,7 @@ ALLOWED = {
     "syncline.session.registry.REGISTRY": "what is attached to a user's modules, found by kind",
     "syncline.session.world._SESSION": "the session of the process",
     "syncline.transport.watched.under_way": "each wait drives the operations of all groups of the process",
+    "syncline.torch_backend.work.ENDED": "all calls that have ended share it: it has ended, and makes one future",
     "syncline.user_code._main_state": "an address that is noted when the process starts, and in a fork",
 }
 """Dotted name of a variable: the reason why it is mutable and no field of an object."""

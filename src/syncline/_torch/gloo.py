@@ -57,45 +57,36 @@ _CAUSE_SECONDS = patience(0.5)
 """How long a rank looks for an ended process after Gloo has failed."""
 
 
-@contextlib.contextmanager
-def addresses_gathered(gather: Gather, *, also_at_store: bool = False) -> Iterator[None]:
-    """Gather the addresses of the Gloo groups that this thread creates in the `with` block by `gather`.
-
-    Args:
-        gather: a function between the ranks of the groups.
-        also_at_store: whether each rank writes its address to the store of the group as well. A thread that waits at
-            this store would hold up the rank.
-    """
-    _MAKER.begin(gather, also_at_store)
-    try:
-        yield
-    finally:
-        _MAKER.end()
-
-
 class _Maker:
     """An object that stands for torch's class ProcessGroupGloo while threads of this process create groups."""
 
     def __init__(self) -> None:
         self._original: Any = None
         self._gathers: dict[int, tuple[Gather, bool]] = {}
-        """The arguments of `addresses_gathered` of the threads that are in a `with` block, by the id of the thread."""
+        """The arguments of `gathering` of the threads that are in a `with` block, by the id of the thread."""
         self._lock = threading.Lock()
 
-    def begin(self, gather: Gather, also_at_store: bool) -> None:
-        """Use `gather` for the groups of this thread from now on."""
+    @contextlib.contextmanager
+    def gathering(self, gather: Gather, *, also_at_store: bool = False) -> Iterator[None]:
+        """Gather the addresses of the Gloo groups that this thread creates in the `with` block by `gather`.
+
+        Args:
+            gather: a function between the ranks of the groups.
+            also_at_store: whether each rank writes its address to the store of the group as well. A thread that waits
+                at this store would hold up the rank.
+        """
         with self._lock:
             if not self._gathers:
                 self._original = getattr(_module, _NAME, None)
                 setattr(_module, _NAME, self)
             self._gathers[threading.get_ident()] = gather, also_at_store
-
-    def end(self) -> None:
-        """Undo `begin`."""
-        with self._lock:
-            del self._gathers[threading.get_ident()]
-            if not self._gathers:
-                setattr(_module, _NAME, self._original)
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._gathers[threading.get_ident()]
+                if not self._gathers:
+                    setattr(_module, _NAME, self._original)
 
     def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, self._original)
@@ -126,7 +117,11 @@ class _Maker:
                     f"Gloo has not connected rank {rank} to all other ranks within {seconds:g} s"
                 )
         if connecting.failure is not None:
-            _look_for_its_cause(gather)
+            # The connections of a process close a moment before the kernel reports that it has ended.
+            deadline = time.monotonic() + _CAUSE_SECONDS
+            while time.monotonic() < deadline:
+                gather.check_processes()
+                time.sleep(_MAX_PAUSE_SECONDS)
             raise connecting.failure
         if connecting.group is None:  # some rank has found no address: its Gloo failed, or uses other keys
             return make(store, rank, size)
@@ -134,6 +129,8 @@ class _Maker:
 
 
 _MAKER = _Maker()
+
+addresses_gathered = _MAKER.gathering
 
 
 class _Connecting(threading.Thread):
@@ -154,19 +151,6 @@ class _Connecting(threading.Thread):
             self.group = self._connect()
         except Exception as error:
             self.failure = error
-
-
-def _look_for_its_cause(gather: Gather) -> None:
-    """Raise an error that names the ended ranks, if Gloo has failed because their connections are closed.
-
-    The connections of a process close a moment before the kernel reports that it has ended.
-    """
-    deadline = time.monotonic() + _CAUSE_SECONDS
-    while True:
-        gather.check_processes()
-        if time.monotonic() > deadline:
-            return
-        time.sleep(_MAX_PAUSE_SECONDS)
 
 
 def _own_address(

@@ -37,9 +37,6 @@ _C10D = "torch.distributed.distributed_c10d"
 
 _world: Any = lookup(f"{_C10D}:_world", "list the process groups")
 
-_living: Any = lookup(f"{_C10D}:_world.pg_map", "list the process groups")
-"""torch's dictionary of all living process groups. It is the same object for the lifetime of the process."""
-
 _new_group = lookup(
     f"{_C10D}:_new_process_group_helper", "create a process group by calls of its members only"
 )
@@ -52,16 +49,17 @@ _set_timeout = lookup(f"{_C10D}:_set_pg_timeout", "change the timeout of a proce
 
 _group_name = lookup(f"{_C10D}:GroupName", "name a process group")
 
-is_living: Callable[[object], bool] = _living.__contains__ if is_there(_living) else _living
+is_living: Callable[[object], bool] = _world.pg_map.__contains__ if is_there(_world) else _world
 """Return whether a process group still exists and was not destroyed.
 
-This is torch's own method without a wrapper, because each collective calls it and it must be fast.
+This is a method of torch's dictionary, which is the same object for the lifetime of the process. It has no wrapper,
+because each collective calls it and it must be fast.
 """
 
 
 def living_groups() -> dict[dist.ProcessGroup, Any]:
     """Return torch's own dictionary, whose keys are the process groups that were not destroyed."""
-    groups: dict[dist.ProcessGroup, Any] = _living if is_there(_living) else _living()
+    groups: dict[dist.ProcessGroup, Any] = _world.pg_map
     return groups
 
 
