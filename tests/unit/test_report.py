@@ -19,7 +19,8 @@ import syncline as sl
 from support.goldens import assert_golden
 from syncline.compression import Chain, PowerSGD, Quantize
 from syncline.tools.cli import main
-from syncline.tools.plan import UNMEASURED, Cost, Option, codec_of
+from syncline.tools.plan.machine import UNMEASURED, Cost
+from syncline.tools.plan.options import Option, codec_of
 from syncline.tools.report.analysis import figures_of
 from syncline.tools.report.document import MAX_POINTS, MAX_SPANS, document_of
 from syncline.tools.report.load import ProcessTrace, load

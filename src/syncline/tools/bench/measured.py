@@ -11,7 +11,8 @@ from syncline.tools.bench.results import describe_machine
 from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
 from syncline.tools.launch.supervise import run_on_this_host
-from syncline.tools.plan import Calls, Coding, Cost, Job, Machine
+from syncline.tools.plan.job import Job
+from syncline.tools.plan.machine import Calls, Coding, Cost, Machine
 
 
 class MeasurementFailed(Exception):

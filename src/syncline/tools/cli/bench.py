@@ -14,7 +14,7 @@ from syncline.tools.bench.results import SUFFIXES, can_plot, parse_size, plot, r
 from syncline.tools.cli.options import CommandParser, refuse
 from syncline.tools.cli.output import say, write_file
 from syncline.tools.cli.values import checked, integer, output_file
-from syncline.tools.plan import usual_path
+from syncline.tools.plan.machine import usual_path
 from syncline.words import format_bytes
 
 _HELP = """\

@@ -16,16 +16,11 @@ from syncline.tools.cli.options import CommandParser, UsageError, explained, ref
 from syncline.tools.cli.report import run_in
 from syncline.tools.cli.run import check_program
 from syncline.tools.cli.tune import tune
-from syncline.tools.plan import (
-    Cluster,
-    Job,
-    Planner,
-    advice_on,
-    job_of_size,
-    load_machine,
-    plan_json,
-    plan_text,
-)
+from syncline.tools.plan.advice import advice_on, plan_json, plan_text
+from syncline.tools.plan.cluster import Cluster
+from syncline.tools.plan.job import Job, job_of_size
+from syncline.tools.plan.machine import load_machine
+from syncline.tools.plan.predict import Planner
 from syncline.tools.report.analysis import figures_of
 from syncline.tools.report.planned import cluster_of, job_of
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from syncline.tools.cli.options import CommandParser, explained, refuse
 from syncline.tools.cli.output import write_file
 from syncline.tools.cli.values import trace_folder
-from syncline.tools.plan import UNMEASURED, Machine, load_machine
+from syncline.tools.plan.machine import UNMEASURED, Machine, load_machine
 from syncline.tools.report.chrome import chrome_trace
 from syncline.tools.report.document import document_of
 from syncline.tools.report.load import NoTrace, load

@@ -18,7 +18,8 @@ from syncline.tools.cli.output import say
 from syncline.tools.cli.report import machine_here
 from syncline.tools.cli.run import check_program
 from syncline.tools.cli.values import RANKS, checked, integer
-from syncline.tools.plan import Option, Planner
+from syncline.tools.plan.options import Option
+from syncline.tools.plan.predict import Planner
 from syncline.tools.report.analysis import figures_of
 from syncline.tools.report.load import NoTrace, load
 from syncline.tools.report.planned import cluster_of, job_of, option_of

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from syncline.tools.plan import Machine
+from syncline.tools.plan.machine import Machine
 from syncline.tools.report.analysis import EXPOSED, BucketFigures, Figures, divergences_in, figures_of
 from syncline.tools.report.planned import predicted_rows
 from syncline.tools.report.run import Run

@@ -19,19 +19,11 @@ from itertools import pairwise
 from statistics import fmean, linear_regression
 from typing import Any, NamedTuple, get_args
 
-from syncline.tools.plan import (
-    CODECS,
-    Cluster,
-    Codec,
-    Engine,
-    Gradient,
-    Job,
-    Machine,
-    Option,
-    Planner,
-    Reduction,
-    exposed_time,
-)
+from syncline.tools.plan.cluster import Cluster, Engine
+from syncline.tools.plan.job import Gradient, Job
+from syncline.tools.plan.machine import Machine
+from syncline.tools.plan.options import CODECS, Codec, Option
+from syncline.tools.plan.predict import Planner, Reduction, exposed_time
 from syncline.tools.report.analysis import BucketFigures, Figures
 from syncline.tools.report.run import Run
 from syncline.words import format_count, format_time
