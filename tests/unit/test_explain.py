@@ -15,9 +15,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import syncline as sl
 from support.goldens import assert_golden
-from syncline.tools.explain.picture import Row, Style, legend, picture
 from syncline.tools.explain.ranks import StepObserver, StepShown
-from syncline.tools.explain.report import Module, Options, Report, nothing_shown, text_of
+from syncline.tools.explain.report import (
+    Module,
+    Options,
+    Report,
+    Row,
+    Style,
+    legend,
+    nothing_shown,
+    picture,
+    text_of,
+)
 from syncline.transport import ThreadsTransport, run_ranks
 
 ROWS = [

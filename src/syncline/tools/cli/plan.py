@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
-from syncline.environment import num_cores
+from syncline import environment
 from syncline.tools.bench.results import total_memory_bytes
 from syncline.tools.cli import values
 from syncline.tools.cli.options import CommandParser, UsageError, explained, refuse
-from syncline.tools.cli.report import run_in
+from syncline.tools.cli.output import say
+from syncline.tools.cli.report import machine_here, run_in
 from syncline.tools.cli.run import check_program
-from syncline.tools.cli.tune import tune
 from syncline.tools.plan.advice import advice_on, plan_json, plan_text
 from syncline.tools.plan.cluster import Cluster
 from syncline.tools.plan.job import Job, job_of_size
 from syncline.tools.plan.machine import load_machine
+from syncline.tools.plan.options import Option
 from syncline.tools.plan.predict import Planner
 from syncline.tools.report.analysis import figures_of
-from syncline.tools.report.planned import cluster_of, job_of
+from syncline.tools.report.load import NoTrace, load
+from syncline.tools.report.planned import cluster_of, job_of, option_of
+from syncline.tools.report.run import Run, run_of
+from syncline.tools.tune.trials import Setting, Trial, combined, settings_to_try, trials_text
 
 _HELP = """\
 usage: syncline plan FILE.py:FUNCTION [options]
@@ -71,6 +81,27 @@ The page "Plan before you run" of the documentation says how the prediction is m
 and how good it is.
 """
 
+_TUNE_HELP = """\
+usage: syncline plan [-n N] [options] --tune SCRIPT [arguments]
+
+Run a program for a few steps with each of the settings that are worth a trial, in
+turns, and say which has won: the bucket sizes that the planner finds best, shared
+memory or Gloo, the number of threads, and values of an option of the program. The
+program is ended after these steps. What it writes before is written: let it write to
+a folder of its own.
+
+  syncline plan -n 2 --tune train.py --lr 0.1
+  syncline plan -n 2 --vary batch-size=16,32,64 --tune train.py
+
+  -n, --ranks N           number of processes on this host (default: 2)
+  --steps N               steps of each run (default: 15, of which the first 3 do not count)
+  --rounds N              runs of each setting (default: 2)
+  --vary OPTION=A,B,...   also try these values of --OPTION of the program. Times are
+                          compared for the same work, which is taken to grow with the
+                          value; the first value is that of the program as it is
+  -h, --help              show this text
+"""
+
 
 def main(argv: Sequence[str]) -> int:
     """Run `syncline plan` with these arguments, and return the exit code.
@@ -81,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
     if "--tune" in argv:
         at = list(argv).index("--tune")
         is_help = argv[at + 1 : at + 2] in (["-h"], ["--help"])
-        return tune(["--help"], []) if is_help else tune(argv[:at], argv[at + 1 :])
+        return _tune(["--help"], []) if is_help else _tune(argv[:at], argv[at + 1 :])
     args = _parse(argv)
     with explained(ValueError):
         machine = load_machine(args.machine, engine=args.engine or "shm")
@@ -144,7 +175,7 @@ def _cluster_here(args: argparse.Namespace) -> Cluster:
     """Return a host like this one, with the usual number of ranks."""
     has_memory = args.engine != "nccl" and hasattr(os, "sysconf")
     memory_bytes = total_memory_bytes() if has_memory else None
-    return Cluster(ranks_per_host=2, cores_per_host=num_cores(), memory_bytes=memory_bytes)
+    return Cluster(ranks_per_host=2, cores_per_host=environment.num_cores(), memory_bytes=memory_bytes)
 
 
 def _cluster(args: argparse.Namespace, there: Cluster) -> Cluster:
@@ -179,7 +210,7 @@ def _measured(args: argparse.Namespace, cluster: Cluster) -> Job:
     if args.cores is None:
         ranks, threads = cluster.ranks_per_host, cluster.threads_per_rank
         return measured_model(args.model, num_ranks=ranks, num_threads=threads)
-    threads = min(num_cores(), cluster.threads_per_rank)
+    threads = min(environment.num_cores(), cluster.threads_per_rank)
     return measured_model(args.model, num_ranks=1, num_threads=threads).slower(cluster.crowding)
 
 
@@ -192,3 +223,126 @@ def _traced(args: argparse.Namespace) -> tuple[Job, Cluster]:
     there = cluster_of(run, figures)
     cluster = _cluster(args, there)
     return job_of(run, figures).slower(cluster.crowding / there.crowding), cluster
+
+
+# ---------------------------------------------------------------------- trials
+
+
+def _tune(argv: Sequence[str], program: Sequence[str]) -> int:
+    """Run `syncline plan --tune`, and return the exit code.
+
+    Args:
+        argv: the options before `--tune`.
+        program: the script and its arguments.
+
+    Raises:
+        UsageError: the arguments are invalid.
+    """
+    args = _parse_tune(argv, program)
+    option, given = args.vary
+    base_value = given[0] if given else None
+    try:
+        first = _trial(args, program, Setting())
+    except _TrialFailed as failed:
+        say("", failed.output.rstrip("\n"))
+        return failed.code or 1
+    figures, planner = figures_of(first), None
+    if option_of(first) is not None and figures.buckets:  # it averages in every step
+        planner = Planner.of(job_of(first, figures), cluster_of(first, figures), machine_here())
+    cores = environment.num_cores()
+    settings = settings_to_try(planner, num_cores=cores, num_ranks=args.n, values=given[1:])
+    found = _in_turns(args, program, settings)
+    together = combined(found, base_value)
+    if together is not None:
+        found += _in_turns(args, program, [together])
+    predicted = {
+        one: planner.predict(Option(cap_mb=one.cap_mb)).step
+        for one in settings
+        if planner is not None and one == Setting(cap_mb=one.cap_mb)
+    }
+    print(trials_text(found, predicted, option, base_value))
+    return 0
+
+
+def _parse_tune(argv: Sequence[str], program: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser("syncline plan --tune", _TUNE_HELP)
+    parser.add_argument("-n", "--ranks", type=values.RANKS, default=2, dest="n")
+    parser.add_argument("--steps", type=values.integer("a number of steps", 5, 1_000_000), default=15)
+    parser.add_argument("--rounds", type=values.integer("a number of rounds", 1, 1000), default=2)
+    parser.add_argument("--vary", type=_VARIED, default=("", []))
+    args = parser.parse_all(argv)
+    refuse(not program, "expected a script: syncline plan --tune SCRIPT [arguments]")
+    check_program(program[0], is_module=False)
+    return args
+
+
+def _varied(text: str) -> tuple[str, list[float]]:
+    option, _, after = text.rpartition("=")
+    found = [float(value) for value in after.split(",")]
+    if not option or len(found) < 2 or not all(0 < one < math.inf for one in found):
+        raise ValueError
+    return (option if option.startswith("-") else f"--{option}"), found
+
+
+_VARIED = values.checked(_varied, "an option and at least two positive numbers, as in batch-size=16,32")
+
+
+class _TrialFailed(Exception):
+    """A run of the program has failed, or has recorded no step. It has its exit code, and what it printed."""
+
+    def __init__(self, code: int, output: str) -> None:
+        super().__init__()
+        self.code, self.output = code, output
+
+
+def _in_turns(args: argparse.Namespace, program: Sequence[str], settings: Sequence[Setting]) -> list[Trial]:
+    """Run all settings in each round, and return what each took. A setting whose run fails is not tried again."""
+    steps: dict[Setting, list[float]] = {setting: [] for setting in settings}
+    for number in range(1, args.rounds + 1):
+        for setting in list(steps):
+            name = setting.words(args.vary[0])
+            try:
+                run = _trial(args, program, setting)
+            except _TrialFailed as failed:
+                del steps[setting]
+                say("", f"  {name}: failed with exit code {failed.code}")
+                continue
+            step = median(map(run.length, run.steady))
+            steps[setting].append(step / 1e6)
+            say("", f"  round {number} of {args.rounds}, {name}: {step / 1e3:.1f} ms, the median step")
+    return [Trial(setting=one, steps=steps.get(one, [])) for one in settings]
+
+
+def _trial(args: argparse.Namespace, program: Sequence[str], setting: Setting) -> Run:
+    """Run the program once with a setting, and return what it recorded.
+
+    Raises:
+        _TrialFailed: it failed, or recorded no step.
+    """
+    option, given = args.vary
+    value = given[0] if given and setting.value is None else setting.value
+    with tempfile.TemporaryDirectory(prefix="syncline-tune-") as directory:
+        job = {
+            "num_ranks": args.n,
+            "num_threads": setting.num_threads or environment.threads_per_rank(args.n),
+            "program": [*program, *([] if value is None else [option, f"{value:g}"])],
+            "directory": directory,
+            "num_steps": args.steps,
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "syncline.tools.tune.ranks", json.dumps(job)],
+            env=environment.for_child(setting.variables()),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        with suppress(NoTrace):
+            if not done.returncode and (run := run_of(load(Path(directory)))).steady:
+                return run
+    none = (
+        ""
+        if done.returncode
+        else "syncline plan --tune: the program has not run a step of a wrapped module\n"
+    )
+    raise _TrialFailed(done.returncode, done.stdout + none)

@@ -1,17 +1,19 @@
-"""`syncline report` and `syncline compare`: what a trace says about a run, or about two.
+"""`syncline report`, `syncline compare` and `syncline watch`: what traces say about a run, about two, or about now.
 
-Neither imports torch, which takes seconds.
+None of them imports torch, which takes seconds.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from syncline.tools.cli.options import CommandParser, explained, refuse
+from syncline.tools.cli.options import CommandParser, UsageError, explained, refuse
 from syncline.tools.cli.output import write_file
-from syncline.tools.cli.values import trace_folder
+from syncline.tools.cli.values import number, trace_folder
 from syncline.tools.plan.machine import UNMEASURED, Machine, load_machine
 from syncline.tools.report.chrome import chrome_trace
 from syncline.tools.report.document import document_of
@@ -19,6 +21,9 @@ from syncline.tools.report.load import NoTrace, load
 from syncline.tools.report.page import page
 from syncline.tools.report.run import Run, run_of
 from syncline.tools.report.text import compared, text_of
+from syncline.tools.watch.follow import Follower
+from syncline.tools.watch.ranks import RankState, present, screen
+from syncline.tracing.file import parts_in
 from syncline.words import MAX_COLUMNS, format_count, wrapped
 
 _REPORT_HELP = """\
@@ -53,6 +58,27 @@ Put two traced runs side by side: what takes longer, by how much, and why.
 
   -h, --help            show this text
 """
+
+_WATCH_HELP = """\
+usage: syncline watch DIR [--every SECONDS] [--once]
+
+Show what each rank of a run is doing now: its step, how long a step takes, how much
+of it the rank waits, and its phase. If the run stands still: where each rank is, in
+words, and which rank the others wait for. DIR is the directory of a trace, as
+syncline run --trace DIR and sl.trace(DIR) write it; start this in another terminal.
+
+  syncline watch runs/1
+
+  --every SECONDS       how often to look (default: 1)
+  --once                print the present state, and end; there must be a trace
+  -h, --help            show this text
+
+The command ends when all ranks have ended, or with Ctrl-C.
+"""
+
+_SECONDS = number(float, "a number of seconds from 0.001 to 1,000,000", 1e-3, 1e6)
+
+_CLEAR = "\033[H\033[2J"
 
 
 def report(argv: Sequence[str]) -> int:
@@ -99,6 +125,41 @@ def compare(argv: Sequence[str]) -> int:
     documents = [document_of(run_in(one), machine_here()) for one in (args.first, args.second)]
     print(compared([str(args.first), str(args.second)], documents))
     return 0
+
+
+def watch(argv: Sequence[str]) -> int:
+    """Run `syncline watch` with these arguments, and return the exit code.
+
+    Raises:
+        UsageError: the arguments are invalid.
+    """
+    parser = CommandParser("syncline watch", _WATCH_HELP)
+    parser.add_argument("directory", metavar="DIR", type=trace_folder)
+    how_often = parser.add_mutually_exclusive_group()
+    how_often.add_argument("--every", type=_SECONDS, default=1.0)
+    how_often.add_argument("--once", action="store_true")
+    args = parser.parse_all(argv)
+    directory: Path = args.directory
+    if args.once and not parts_in(directory):
+        what = "has no trace" if directory.exists() else "does not exist"
+        wait = "without --once, syncline watch waits for one"
+        raise UsageError(f"{directory} {what}: expected the directory of a trace; {wait}")
+    follower, states = Follower(directory), dict[str, RankState]()
+    try:
+        while True:
+            for name, found, at in follower.new_rows():
+                states.setdefault(name, RankState()).add(found, at)
+            _show(directory, list(states.values()))
+            if args.once or (states and all(one.end is not None for one in present(list(states.values())))):
+                return 0
+            time.sleep(args.every)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _show(directory: Path, states: Sequence[RankState]) -> None:
+    text = screen(present(states), time.monotonic()) if states else f"waiting for a trace in {directory} ..."
+    print(f"{_CLEAR if sys.stdout.isatty() else ''}{text}", flush=True)
 
 
 def run_in(directory: Path) -> Run:
