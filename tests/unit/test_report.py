@@ -278,7 +278,12 @@ ILLNESSES: list[tuple[dict[str, Any], str, str, str]] = [
     (ONE_BUCKET, "problem", "waits for gradients that are under way; with bucket", "Pass bucket_cap_mb="),
     (TINY_BUCKETS, "problem", "cut into 40 buckets of 20.0 kB", "leave bucket_cap_mb out"),
     ({"per_byte": 0.08, "fixed": 100.0}, "problem", "it carries 12.", "Quantize(8)"),
-    ({"change": with_buffers, **one_late(data=450)}, "problem", "synchronizes buffers", 'buffers="none"'),
+    (
+        {"change": with_buffers, **one_late(data=450)},
+        "problem",
+        "synchronizes buffers before",
+        'buffers="none"',
+    ),
     ({"change": with_calls}, "note", "is calls of Syncline: mean.", "ddp.report(loss=loss)"),
     ({"change": with_calls}, "note", "is parameter syncs", "fragments="),
 ]
