@@ -82,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except UsageError as error:
             code = 2
             say(program, printable(str(error)))
-        except SystemExit as help_was_shown:
-            code = int(help_was_shown.code or 0)
+        except SystemExit as ended:  # help was shown, or the ranks of a measurement have failed
+            code = int(ended.code or 0)
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
         except OSError as error:

@@ -11,14 +11,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
 
 from syncline import environment
 from syncline.tools.bench.results import total_memory_bytes
 from syncline.tools.cli import values
-from syncline.tools.cli.options import CommandParser, UsageError, explained, refuse
+from syncline.tools.cli.options import CommandParser, explained, refuse
 from syncline.tools.cli.output import say
 from syncline.tools.cli.report import machine_here, run_in
 from syncline.tools.cli.run import check_program
@@ -121,13 +121,8 @@ def main(argv: Sequence[str]) -> int:
     elif args.model is None:
         job, cluster = job_of_size(args.parameters, compute=args.compute), _cluster(args, _cluster_here(args))
     else:
-        from syncline.tools.bench.measured import MeasurementFailed
-
         cluster = _cluster(args, _cluster_here(args))
-        try:
-            job = _measured(args, cluster)
-        except MeasurementFailed as failed:
-            return failed.code
+        job = _measured(args, cluster)
     planner = Planner.of(job, cluster, machine)
     advice = advice_on(planner)
     if args.format == "json":
@@ -144,11 +139,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parameters", type=values.PARAMETERS)
     parser.add_argument("--compute", type=values.TIME)
     parser.add_argument("--hosts", type=values.HOSTS)
-    parser.add_argument("-n", "--ranks", type=values.RANKS)
-    parser.add_argument("--cores", type=values.integer("a number of cores", 1, 100_000))
-    parser.add_argument("--bandwidth", type=values.RATE)
-    parser.add_argument("--latency", type=values.LATENCY)
-    parser.add_argument("--memory", type=values.BYTES)
+    parser.add_argument("-n", "--ranks", dest="ranks_per_host", type=values.RANKS)
+    cores = values.integer("a number of cores", 1, 100_000)
+    parser.add_argument("--cores", dest="cores_per_host", type=cores)
+    parser.add_argument("--bandwidth", dest="link_bytes_per_second", type=values.RATE)
+    parser.add_argument("--latency", dest="latency_seconds", type=values.LATENCY)
+    parser.add_argument("--memory", dest="memory_bytes", type=values.BYTES)
     parser.add_argument("--engine", choices=("shm", "gloo", "nccl"))
     parser.add_argument("--machine", type=Path)
     parser.add_argument("--format", choices=("text", "json"), default="text")
@@ -159,10 +155,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     is_half = has_size != (args.compute is not None)
     refuse(is_half, "--parameters and --compute belong together: --parameters 124M --compute 80ms")
     if engine == "nccl":
-        refuse(args.cores, "--engine nccl: --cores has no effect, because accelerators compute: leave it out")
+        refuse(
+            args.cores_per_host,
+            "--engine nccl: --cores has no effect, because accelerators compute: leave it out",
+        )
         refuse(model, f"--engine nccl: {model} would run on cores: use --parameters N --compute TIME instead")
     elif engine is not None:
-        refuse(args.ranks == 1, f"--engine {engine} connects ranks of a host, but -n 1 has one: leave it out")
+        refuse(
+            args.ranks_per_host == 1,
+            f"--engine {engine} connects ranks of a host, but -n 1 has one: leave it out",
+        )
     if model is not None:
         path, _, name = model.rpartition(":")
         is_right = name.isidentifier() and Path(path).is_file()
@@ -180,20 +182,13 @@ def _cluster_here(args: argparse.Namespace) -> Cluster:
 
 def _cluster(args: argparse.Namespace, there: Cluster) -> Cluster:
     """Return the cluster of the options, which is like `there` where there are none."""
-    if args.bandwidth is not None:  # this is another link
+    if args.link_bytes_per_second is not None:  # this is another link
         there = replace(there, latency_seconds=Cluster.latency_seconds)
-    given = {
-        "hosts": args.hosts,
-        "ranks_per_host": args.ranks,
-        "cores_per_host": args.cores,
-        "link_bytes_per_second": args.bandwidth,
-        "latency_seconds": args.latency,
-        "memory_bytes": args.memory,
-        "engine": args.engine,
-    }
-    found = replace(there, **{name: value for name, value in given.items() if value is not None})
+    names = [one.name for one in fields(Cluster)]
+    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    found = replace(there, **given)
     if found.hosts == 1:
-        has_link = args.bandwidth is not None or args.latency is not None
+        has_link = args.link_bytes_per_second is not None or args.latency_seconds is not None
         refuse(has_link, "--bandwidth and --latency are those of the link between hosts: pass --hosts, too")
     else:
         has_link = found.link_bytes_per_second is not None
@@ -207,7 +202,7 @@ def _measured(args: argparse.Namespace, cluster: Cluster) -> Job:
     """Measure the model on this machine: with all ranks of a host if this machine is like the hosts of the plan."""
     from syncline.tools.bench.measured import measured_model
 
-    if args.cores is None:
+    if args.cores_per_host is None:
         ranks, threads = cluster.ranks_per_host, cluster.threads_per_rank
         return measured_model(args.model, num_ranks=ranks, num_threads=threads)
     threads = min(environment.num_cores(), cluster.threads_per_rank)
@@ -218,8 +213,8 @@ def _traced(args: argparse.Namespace) -> tuple[Job, Cluster]:
     """Return the job of a trace, and the cluster of the options, or of the trace where there are none."""
     run = run_in(args.trace)
     figures = figures_of(run)
-    if not figures.buckets:
-        raise UsageError(f"{args.trace} has no step with a synchronized backward: trace a run that has some")
+    text = f"{args.trace} has no step with a synchronized backward: trace a run that has some"
+    refuse(not figures.buckets, text)
     there = cluster_of(run, figures)
     cluster = _cluster(args, there)
     return job_of(run, figures).slower(cluster.crowding / there.crowding), cluster
