@@ -78,14 +78,6 @@ steps allocate memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Module:
-    """One wrapped module in the step."""
-
-    contract: str
-    words: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Report:
     """The last complete step of a script."""
 
@@ -93,7 +85,8 @@ class Report:
     """The number of complete steps; 0 if there was none. The other fields are empty then."""
     num_ranks: int = 1
     seconds: float = 0.0
-    modules: Sequence[Module] = ()
+    modules: Sequence[str] = ()
+    """The contract and the timeline of each wrapped module in the step."""
     rows: Sequence[Row] = ()
     meets_others: bool = False
     uses_torch_class: bool = False
@@ -112,14 +105,12 @@ class Report:
             0
         """
         found = json.loads(text)
-        modules = [Module(**one) for one in found.pop("modules")]
-        rows = [Row(*one) for one in found.pop("rows")]
-        return Report(**found, modules=modules, rows=rows)
+        return Report(**{**found, "rows": [Row(*one) for one in found["rows"]]})
 
 
 def text_of(report: Report, options: Options, style: Style) -> str:
     """Return the text that the command prints about a step: contract, timeline, picture and notes."""
-    parts = [f"{module.contract}\n\n{module.words}" for module in report.modules]
+    parts = [*report.modules]
     length = format_time(report.seconds)
     heading = f"Step {report.step} on rank 0, {length} from its first forward to its last work"
     parts.append("\n".join([heading, *picture(report.rows, report.seconds, style), legend(style)]))
