@@ -228,6 +228,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for arguments, words in (
         ("", "required: DIR"),
         ("x --onse", "did you mean --once"),
+        ("x --x", "unknown option --x: see syncline watch --help"),
         (f"--once {tmp_path}", f"{tmp_path} has no trace: expected the directory of a trace"),
         (f"--once {tmp_path}/missing", f"{tmp_path}/missing does not exist: expected the directory of a"),
     ):
