@@ -13,12 +13,11 @@ from torch import Tensor
 
 from syncline._torch.profiler import profiled
 from syncline.checkpoint.contents import Parts, remarks
-from syncline.checkpoint.dataloaders import ResumeRemarks
 from syncline.checkpoint.files import Files, LocalFiles
 from syncline.checkpoint.rollback import failing_together, load_together
 from syncline.checkpoint.stop import JointStop
 from syncline.checkpoint.store import IntactSave, Refused, SaveStore
-from syncline.checkpoint.train_state import TrainState, load_all
+from syncline.checkpoint.train_state import TrainState, load_all, remarks_on_loaders
 from syncline.checks import checked_count, checked_flag, checked_path, what_it_is
 from syncline.events import called
 from syncline.session.stop_request import STOP_SIGNALS
@@ -106,7 +105,8 @@ class Checkpointer:
                 )
             self._stop = JointStop(self._transport, stop_signals, stop_every)
             lines += [f"keep  {keep}", f"read_only  {read_only}", *self._stop.describe()]
-        self._remarks = ResumeRemarks()
+        self._has_searched = False
+        """Whether this process was searched for DataLoaders that a resumed run would read differently."""
         self._writer = ThreadPoolExecutor(1, "syncline checkpoints")
         self._under_way: Future[str | None] | None = None
         self._newest: tuple[int, str] | None = None
@@ -257,8 +257,11 @@ class Checkpointer:
             parts = Parts(state, None if blocking else self._copies)
             lines += parts.forms_of_modules
         if self._transport.rank == 0:
-            for remark in self._remarks.on(state.named, state._places.standing):
+            for remark in state._streams.remarks():
                 warn_user(remark)
+            for remark in () if self._has_searched else remarks_on_loaders(state.named):
+                warn_user(remark)
+            self._has_searched = True
         # The thread of the writer has no line of the user's code on its stack.
         self._under_way = self._writer.submit(self._saved, state.step, parts, warning_here())
         return self.wait() if blocking else self._under_way

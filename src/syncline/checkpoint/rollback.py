@@ -16,10 +16,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from syncline.checkpoint.dataloaders import is_node_loader
 from syncline.checkpoint.encoding import encode
 from syncline.checkpoint.files import checksum, memory_of
-from syncline.checkpoint.objects import rng_state, set_rng_state, unwrapped
+from syncline.checkpoint.objects import is_node_loader, rng_state, set_rng_state, unwrapped
 from syncline.data import DistributedSampler
 from syncline.equality.fingerprint import fingerprint_of, fingerprints
 from syncline.equality.locate import differences, divergence_error
