@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,15 +16,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from syncline.checkpoint.encoding import encode
-from syncline.checkpoint.files import checksum, memory_of
 from syncline.checkpoint.objects import is_node_loader, rng_state, set_rng_state, unwrapped
 from syncline.data import DistributedSampler
-from syncline.equality.fingerprint import fingerprint_of, fingerprints
+from syncline.equality.fingerprint import fingerprint_of, fingerprints, hash_of
 from syncline.equality.locate import differences, divergence_error
 from syncline.gradients.wrapper_protocol import SynchronizedModule
-from syncline.sharded.sharing import OneCopy, one_copy_of
+from syncline.sharded.sharing import one_copy_of
 from syncline.tensors.targets import as_bytes, check_dense
-from syncline.transport.agreement import exchange
+from syncline.transport.agreement import exchange, fingerprint
 from syncline.transport.base import Transport
 from syncline.trees import leaves, map_leaves
 from syncline.user_code import warn_user
@@ -139,9 +137,10 @@ def agree_on_loaded(
             tree, tensors = encode(content, name)
             values |= tensors
             trees[f"{name}, values other than tensors"] = json.dumps(tree, sort_keys=True)
-        values |= trees
         if transport.size > 1 and fault is None:
-            digest = _digest(values)
+            lines = [f"{name}  {_form(tensor)}" for name, tensor in values.items()]
+            digest = hash_of(list(values.values())) + fingerprint(title, [*lines, *trees.values()])
+        values |= trees
     except Exception as error:
         fault = error
     digests = exchange(transport, title, [], payload=digest, fault=fault, refusal="could not be loaded")
@@ -157,24 +156,6 @@ def agree_on_loaded(
         raise divergence_error(
             title, found, num_compared=len(names), num_ranks=transport.size, remedy=_REMEDY
         )
-
-
-def _digest(values: Mapping[str, Any]) -> bytes:
-    """Return a digest of 32 bytes. Two ranks with equal values have equal digests."""
-    elsewhere = iter(fingerprints([one for one in values.values() if not _is_in_host_memory(one)]))
-    lines = [
-        (
-            name,
-            _form(one),
-            checksum(memory_of(one.contiguous())) if _is_in_host_memory(one) else next(elsewhere),
-        )
-        for name, one in values.items()
-    ]
-    return hashlib.sha256(json.dumps(lines).encode()).digest()
-
-
-def _is_in_host_memory(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_cpu
 
 
 def _form(value: Any) -> str:
@@ -219,7 +200,8 @@ class Before:
 
     def _restore(self, *, together: bool) -> None:
         for name, (one, restore) in self._restorers.items():
-            copies = _one_copies(one)
+            parts = one.modules() if isinstance(one, nn.Module) else ()
+            copies = [copy for copy in map(one_copy_of, parts) if copy is not None]
             if copies and not together:
                 continue
             try:
@@ -234,11 +216,6 @@ class Before:
                     f"{name} raised {type(error).__name__}: {error}. {name} may be partly loaded: create it again"
                 )
         set_rng_state(self._rng)
-
-
-def _one_copies(one: Any) -> list[OneCopy]:
-    found = [one_copy_of(part) for part in one.modules()] if isinstance(one, nn.Module) else []
-    return [copy for copy in found if copy is not None]
 
 
 def restorer_of(one: Any, *, is_stepped: bool = False) -> Restorer:
@@ -278,8 +255,10 @@ def _reloader(load: Callable[[Any], object], state: Any) -> Restorer:
 def _restorer_of_module(module: nn.Module) -> Restorer:
     inner = unwrapped(module)
     parts = list(inner.modules())
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (table, dict(table)) for part in parts for table in (part._parameters, part._buffers)
+    ]
     restorers = [
-        restorer_of_registrations(parts),
         *map(restorer_of_tensor, {*inner.parameters(), *inner.buffers()}),
         *(
             _reloader(part.set_extra_state, deepcopy(part.get_extra_state()))
@@ -291,7 +270,14 @@ def _restorer_of_module(module: nn.Module) -> Restorer:
         if isinstance(part, SynchronizedModule):
             with suppress(Exception):  # the state may be unavailable while communication is in progress
                 restorers.append(_reloader(part.load_sync_state_dict, deepcopy(part.sync_state_dict())))
-    return partial(restore_all, restorers)
+
+    def restore() -> None:
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+        restore_all(restorers)
+
+    return restore
 
 
 # ---------------------------------------------------------------------- functions that restore one kind of state
@@ -301,20 +287,6 @@ def restore_all(restorers: Iterable[Restorer]) -> None:
     """Call all restorers in order."""
     for restore in restorers:
         restore()
-
-
-def restorer_of_registrations(modules: Iterable[nn.Module]) -> Restorer:
-    """Return a function that registers again exactly the parameters and buffers that the modules have now."""
-    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (table, dict(table)) for module in modules for table in (module._parameters, module._buffers)
-    ]
-
-    def restore() -> None:
-        for table, before in tables:
-            table.clear()
-            table.update(before)
-
-    return restore
 
 
 def restorer_of_tensor(tensor: Tensor) -> Restorer:
@@ -361,25 +333,20 @@ def restorer_of_optimizer(optimizer: Any, *, copies_tensors: bool) -> Restorer:
             overwrite these tensors. If False, the function keeps references to them.
     """
     state, groups = optimizer.state, optimizer.param_groups
-    copied = _copied if copies_tensors else dict
-    settings = [
-        (group, group["params"], copied({key: one for key, one in group.items() if key != "params"}))
-        for group in groups
-    ]
-    entries = [(parameter, copied(values)) for parameter, values in state.items() if copies_tensors]
-    kept = [values for *_, values in (*settings, *entries)]
-    tensors = [leaf for _, leaf in leaves(kept) if copies_tensors and isinstance(leaf, Tensor)]
-    restorers = [restorer_of_tensor(tensor) for tensor in tensors]
+    settings = [(group, _copied(group)) for group in groups]
+    entries = [(parameter, _copied(values)) for parameter, values in state.items()]
+    others = [{key: value for key, value in group.items() if key != "params"} for _, group in settings]
+    kept = leaves([*others, *(values for _, values in entries)]) if copies_tensors else ()
+    restorers = [restorer_of_tensor(leaf) for _, leaf in kept if isinstance(leaf, Tensor)]
 
     def restore() -> None:
         optimizer.state, optimizer.param_groups = state, groups
-        groups[:] = [group for group, *_ in settings]
-        for group, parameters, values in settings:
+        groups[:] = [group for group, _ in settings]
+        for group, values in settings:
             group.clear()
-            group.update({"params": parameters, **copied(values)})
-        if copies_tensors:
-            state.clear()
-            state.update((parameter, copied(values)) for parameter, values in entries)
+            group.update(_copied(values))
+        state.clear()
+        state.update((parameter, _copied(values)) for parameter, values in entries)
         restore_all(restorers)
 
     return restore
