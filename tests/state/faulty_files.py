@@ -87,9 +87,6 @@ class FaultyFiles:
     def read(self, path: str) -> bytes:
         return self._file(path).content
 
-    def size(self, path: str) -> int:
-        return len(self._file(path).content)
-
     def map(self, path: str) -> memoryview:
         return memoryview(bytearray(self._file(path).content))
 

@@ -59,7 +59,7 @@ def save(files: Files, shelf: SaveDirectory, step: int) -> Save:
     try:
         one = shelf.commit(path, write(files, path, step))
     except OSError:
-        shelf.abandon(path)
+        files.remove(path)
         raise
     shelf.prune()
     return one

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
@@ -125,10 +126,7 @@ class _Encoder:
             pairs.append([self.encode(key, f"{place}, a key"), self.encode(one, f"{place}.{key}")])
         return pairs
 
-    def _tensor(self, tensor: Tensor, place: str) -> Any:
-        return {"$complex" if tensor.is_complex() else "$tensor": self._stored(tensor, place)}
-
-    def _stored(self, tensor: Tensor, place: str) -> str:
+    def _tensor(self, tensor: Tensor, place: str) -> dict[str, str]:
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
             what = (
                 "on the meta device"
@@ -144,9 +142,10 @@ class _Encoder:
                 f"{place} is a {type(tensor).__name__}, which wraps other tensors and cannot be stored: store the "
                 "wrapped tensors. For a DTensor, store dtensor.to_local()"
             )
-        known = self._names.get(id(tensor))
-        if known is None:
-            known = self._names[id(tensor)] = _free(place, self.tensors)
+        if id(tensor) not in self._names:
+            # Two places in a state can have the same name if keys contain dots.
+            others = (f"{place} ({number})" for number in itertools.count(2))
+            name = next(one for one in itertools.chain([place], others) if one not in self.tensors)
             values = tensor.detach().resolve_conj().resolve_neg()
             values = torch.view_as_real(values) if values.is_complex() else values
             if values.dtype not in STORABLE:
@@ -154,29 +153,16 @@ class _Encoder:
                     f"{place} is a tensor of {tensor.dtype}, which safetensors files cannot hold: convert it to "
                     "another dtype, such as torch.float32"
                 )
-            self.tensors[known] = values
-        return known
+            self._names[id(tensor)], self.tensors[name] = name, values
+        return {"$complex" if tensor.is_complex() else "$tensor": self._names[id(tensor)]}
 
 
-def _free(name: str, taken: Mapping[str, Any]) -> str:
-    """Return `name`, with a number appended if the name is taken.
-
-    Two places in a state can have the same name if keys contain dots.
-    """
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        free = f"{name} ({number})"
-    return free
-
-
-def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, Tensor] | None = None) -> Any:
+def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Decode a value that `encode` returned. It equals the original, but an OrderedDict or defaultdict becomes a dict.
 
     Args:
         encoded: the JSON value from `encode`.
         tensors: the tensors, by name.
-        parts: the tensors of `TensorPart` values, by name. Pass None if `tensors` has them.
 
     Raises:
         KeyError: a tensor is missing.
@@ -188,14 +174,14 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
         {'betas': (0.9, inf), 3: tensor([1.])}
     """
     if isinstance(encoded, list):
-        return [decode(one, tensors, parts=parts) for one in encoded]
+        return [decode(one, tensors) for one in encoded]
     if not isinstance(encoded, dict):
         return encoded
     tag: str
     value: Any
     tag, value = next(iter(encoded.items()), ("", None))
     if not tag.startswith("$"):
-        return {key: decode(one, tensors, parts=parts) for key, one in encoded.items()}
+        return {key: decode(one, tensors) for key, one in encoded.items()}
     match tag:
         case "$tensor":
             return tensors[value]
@@ -203,17 +189,15 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
             return torch.view_as_complex(tensors[value])
         case "$part":
             return TensorPart(
-                values=decode(value["values"], tensors if parts is None else parts),
+                values=decode(value["values"], tensors),
                 start=value["start"],
                 shape=tuple(value["shape"]),
                 order=tuple(value["order"]),
             )
         case "$tuple":
-            return tuple(decode(one, tensors, parts=parts) for one in value)
+            return tuple(decode(one, tensors) for one in value)
         case "$dict" | "$counter":
-            pairs = {
-                decode(key, tensors, parts=parts): decode(one, tensors, parts=parts) for key, one in value
-            }
+            pairs = {decode(key, tensors): decode(one, tensors) for key, one in value}
             return pairs if tag == "$dict" else Counter(pairs)
         case "$float":
             return float(value)

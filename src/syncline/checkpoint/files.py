@@ -49,9 +49,6 @@ class Files(Protocol):
     def read(self, path: str) -> bytes:
         """Return the content of a file."""
 
-    def size(self, path: str) -> int:
-        """Return the size of a file in bytes."""
-
     def map(self, path: str) -> memoryview:
         """Map a file into memory, and return its content. Writing to this memory does not change the file."""
 
@@ -90,11 +87,6 @@ class LocalFiles:
 
     def read(self, path: str) -> bytes:
         return read_regular(path)
-
-    def size(self, path: str) -> int:
-        file, size = open_regular(path)
-        file.close()
-        return size
 
     def map(self, path: str) -> memoryview:
         file, size = open_regular(path)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar, cast
@@ -168,7 +167,7 @@ class SaveStore:
 
         def write() -> str:
             self._files.make_directory(self.path)
-            probe = self._directory.probe_path(uuid.uuid4().hex)
+            probe = self._directory.new_path("probe")
             self._files.write(probe, [b"seen by all ranks?"])
             return probe
 
@@ -240,19 +239,20 @@ class SaveStore:
         except Refused:
             if self._lane.rank == 0:
                 with contextlib.suppress(OSError):
-                    self._directory.abandon(path)
+                    self._files.remove(path)
             raise
 
     def _write_files(self, path: str, parts: Parts, shared: set[str]) -> dict[str, Any]:
         """Write this rank's files. Return their expected contents, and the JSON values that are not in `shared`."""
-        rank = self._lane.rank
-        wanted = {own_file(rank): parts.tensors.keys() - shared}
-        if rank == 0:
-            wanted[SHARED_FILE] = parts.tensors.keys() & shared
+        wanted = {
+            own_file(self._lane.rank): {key: one for key, one in parts.tensors.items() if key not in shared}
+        }
+        if self._lane.rank == 0:
+            wanted[SHARED_FILE] = {key: one for key, one in parts.tensors.items() if key in shared}
         written = {
-            name: vars(write_tensors(self._files, f"{path}/{name}", parts.chosen(keys), parts.checksums))
-            for name, keys in wanted.items()
-            if keys
+            name: vars(write_tensors(self._files, f"{path}/{name}", tensors, parts.checksums))
+            for name, tensors in wanted.items()
+            if tensors
         }
         own = {name: tree for name, tree in parts.trees.items() if entry_of(name) not in shared}
         return {"files": written, "trees": own}
@@ -310,13 +310,11 @@ class SaveStore:
         """
         for _ in range(_MAX_LISTINGS):
             damaged: list[str] = []
-            is_gone = False
             for save in self._listed():
                 try:
                     found = self._read(save, state, strict=strict)
                 except Refused as refused:
-                    is_gone = self._is_gone(save)
-                    if is_gone:
+                    if self._is_gone(save):
                         break  # the run that saves here has newer saves now
                     self._damaged.add(save)
                     damaged.append(f"{save.name}: {refused}")
@@ -325,7 +323,7 @@ class SaveStore:
                     text = "\n  ".join(["damaged saves were skipped:", *damaged])
                     self._warn(f"{text}\nLoaded instead: {save.name}")
                 return found
-            if not is_gone:
+            else:
                 if not damaged:
                     return None
                 text = "\n  ".join(
