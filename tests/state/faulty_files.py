@@ -46,7 +46,7 @@ def _apply(entries: dict[str, _File | _Directory], what: dict[str, _File | _Dire
             entries[name] = node
 
 
-class FaultyFiles:
+class FaultyFiles(Files):
     """`Files` that crash before the `crash_at`-th thing that is done to them, and run full at `full_at`."""
 
     def __init__(self, *, crash_at: int | None = None, full_at: int | None = None) -> None:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.checkpoint.directory import MANIFEST, SHARED_FILE, Manifest, own_file
+from syncline.checkpoint.directory import MANIFEST, SHARED_FILE, own_file, read_manifest
 from syncline.checkpoint.encoding import decode, encode, tensors_in
-from syncline.checkpoint.files import Files, checksum, malformed_is_corrupt, memory_of, read_tensors
+from syncline.checkpoint.files import Files, checksum, malformed_is_corrupt, memory_of, read_files
 from syncline.checkpoint.objects import (
     check_rng_state,
     copies,
@@ -124,7 +124,6 @@ class SaveContent:
     Args:
         files: the file system.
         path: the directory of the save.
-        manifest: the manifest of the save.
         rank: the number of this rank. This rank loads the state that the rank with the same number saved. If no rank
             with this number took part in the save, it loads the state that rank 0 saved.
         num_ranks: the number of ranks that load.
@@ -134,8 +133,8 @@ class SaveContent:
         OSError: the save could not be read.
     """
 
-    def __init__(self, files: Files, path: str, manifest: Manifest, *, rank: int, num_ranks: int) -> None:
-        self.manifest = manifest
+    def __init__(self, files: Files, path: str, *, rank: int, num_ranks: int) -> None:
+        self.manifest = manifest = read_manifest(files, path)
         self.is_new_rank = rank >= manifest.num_ranks
         """Whether no rank with this number took part in the save."""
         self._place = place = 0 if self.is_new_rank else rank
@@ -152,12 +151,7 @@ class SaveContent:
             else wanted[name] & stored.tensors.keys()
             for name, stored in manifest.files.items()
         }
-        # All files are mapped before any is verified, which can take long: another run may remove the save meanwhile.
-        mapped = {name: files.map(f"{path}/{name}") for name in needed if needed[name]}
-        found = {
-            name: read_tensors(content, f"{path}/{name}", manifest.files[name], needed[name])
-            for name, content in mapped.items()
-        }
+        found = read_files(files, path, manifest.files, needed)
         shared = found.get(SHARED_FILE, {})
         self._shared = shared.keys()
         """The names of the tensors that were equal on all ranks."""
@@ -197,7 +191,9 @@ class SaveContent:
             is_own = name not in self.manifest.shared and not is_wrapped(tree)
             tensors = sorted(set(tensors_in(without_synchronization(tree))) - self._shared)
             if is_own:
-                names += [] if self._have_one_place(name) else [name]
+                places = [self._place_to_resume(name, rank) for rank in range(self.manifest.num_ranks)]
+                if places[0] is None or any(place != places[0] for place in places):
+                    names.append(name)
             elif tensors:
                 count = format_count(len(tensors), "tensor")
                 names.append(f"{name} ({count}, {tensors[0]}{' among others' if len(tensors) > 1 else ''})")
@@ -245,11 +241,6 @@ class SaveContent:
                     raise ValueError(str(error)) from None
             found["synchronization"] = deepcopy(found["synchronization"])
         return found if copies(one) else deepcopy(found)
-
-    def _have_one_place(self, name: str) -> bool:
-        """Return whether the object `name` is a sampler that all ranks resume at the same position."""
-        places = [self._place_to_resume(name, rank) for rank in range(self.manifest.num_ranks)]
-        return places[0] is not None and all(place == places[0] for place in places)
 
     def _place_to_resume(self, name: str, rank: int) -> Any:
         """Return the position at which the sampler `name` resumes on a rank; see `place_to_resume`.

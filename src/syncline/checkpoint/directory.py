@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from syncline.checkpoint.files import Files, StoredFile, checksum, malformed_is_corrupt
+from syncline.checkpoint.files import Files, StoredFile, checksum, malformed_is_corrupt, map_stored
 from syncline.errors import CheckpointCorrupt
 
 FORMAT = "syncline checkpoint"
@@ -112,25 +112,15 @@ def read_manifest(files: Files, directory: str) -> Manifest:
         return Manifest(**body)
 
 
-def read_complete(files: Files, directory: str) -> Manifest:
+def check_complete(files: Files, directory: str) -> None:
     """Read the manifest of a save, and check that all files of the save are there and have their sizes.
 
     Raises:
         CheckpointCorrupt: the manifest is damaged, or a file is missing or has another size.
         OSError: a file could not be read.
     """
-    manifest = read_manifest(files, directory)
-    for name, stored in manifest.files.items():
-        path = f"{directory}/{name}"
-        try:
-            num_bytes = len(files.map(path))
-        except FileNotFoundError:
-            raise CheckpointCorrupt(f"{path} is missing, so the save is not complete") from None
-        if num_bytes != stored.num_bytes:
-            raise CheckpointCorrupt(
-                f"{path} is damaged: expected {stored.num_bytes} bytes as in the manifest, found {num_bytes}"
-            )
-    return manifest
+    for name, stored in read_manifest(files, directory).files.items():
+        map_stored(files, f"{directory}/{name}", stored)
 
 
 # ---------------------------------------------------------------------- all saves
@@ -243,7 +233,7 @@ class SaveDirectory:
         while True:
             save = Save(max([after, *(save.number for save in self.saves())]) + 1, manifest.step)
             write_manifest(self._files, path, replace(manifest, number=save.number))
-            read_complete(self._files, path)
+            check_complete(self._files, path)
             self._files.sync_directory(path)
             try:
                 self._files.rename(path, self.path_of(save))
@@ -268,7 +258,7 @@ class SaveDirectory:
                 gone.append(save)
             elif save not in damaged:
                 with contextlib.suppress(OSError, CheckpointCorrupt):
-                    read_complete(self._files, self.path_of(save))
+                    check_complete(self._files, self.path_of(save))
                     num_sound += 1
         for save in gone:
             self._remove(save.name)

@@ -29,14 +29,9 @@ from torch import Tensor
 
 from syncline.checkpoint.files import STORABLE
 from syncline.sharded.part import TensorPart
+from syncline.tensors.targets import check_dense
 
 _KEPT = (str, bool, int, type(None))
-
-_MAX_INT_BITS = 8192
-"""The maximum size of an integer, in bits.
-
-Python refuses to convert integers of more than 4300 digits to text, or back.
-"""
 
 
 def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
@@ -52,7 +47,7 @@ def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
     Raises:
         TypeError: a value has another type. The message names the place of the value.
         ValueError: a tensor cannot be stored, because it is sparse, on the meta device, or of a subclass that wraps
-            other tensors; or an integer has thousands of digits.
+            other tensors.
 
     Examples:
         >>> encode({"lr": 0.1, "betas": (0.9, 0.99), "state": {0: torch.zeros(2)}}, "optimizer")[0]
@@ -70,11 +65,6 @@ class _Encoder:
     def encode(self, value: Any, place: str) -> Any:
         # Compare exact types. An object of a subclass (numpy.float64, IntEnum) would be decoded as the base class.
         kind = type(value)
-        if kind is int and value.bit_length() > _MAX_INT_BITS:
-            raise ValueError(
-                f"{place} is an integer of {value.bit_length()} bits, which cannot be stored: expected at most "
-                f"{_MAX_INT_BITS} bits. Store it as bytes"
-            )
         if kind in _KEPT:
             return value
         if kind is float:
@@ -82,20 +72,16 @@ class _Encoder:
         if isinstance(value, Tensor):
             return self._tensor(value, place)
         if kind is TensorPart:
-            return {
-                "$part": {
-                    "values": self._tensor(value.values, f"{place}[{value.start}:{value.stop}]"),
-                    "start": value.start,
-                    "shape": list(value.shape),
-                    "order": list(value.order),
-                }
-            }
+            values = self._tensor(value.values, f"{place}[{value.start}:{value.stop}]")
+            return {"$part": {**vars(value), "values": values}}
         if kind is list:
             return [self.encode(one, f"{place}.{index}") for index, one in enumerate(value)]
         if kind is tuple:
             return {"$tuple": [self.encode(one, f"{place}.{index}") for index, one in enumerate(value)]}
         if kind in (dict, OrderedDict, defaultdict):
-            return self._dict(value, place)
+            if all(type(key) is str and not key.startswith("$") for key in value):
+                return {key: self.encode(one, f"{place}.{key}") for key, one in value.items()}
+            return {"$dict": self._pairs(value, place)}
         if kind is Counter:
             return {"$counter": self._pairs(value, place)}
         if kind is bytes:
@@ -110,11 +96,6 @@ class _Encoder:
             "state_dict() and back in load_state_dict(), or leave it out of the state"
         )
 
-    def _dict(self, value: Mapping[Any, Any], place: str) -> Any:
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: self.encode(one, f"{place}.{key}") for key, one in value.items()}
-        return {"$dict": self._pairs(value, place)}
-
     def _pairs(self, value: Mapping[Any, Any], place: str) -> list[list[Any]]:
         pairs = []
         for key, one in value.items():
@@ -127,21 +108,7 @@ class _Encoder:
         return pairs
 
     def _tensor(self, tensor: Tensor, place: str) -> dict[str, str]:
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-            what = (
-                "on the meta device"
-                if tensor.is_meta
-                else f"of layout {tensor.layout} and dtype {tensor.dtype}"
-            )
-            raise ValueError(
-                f"{place} is a tensor {what}, which cannot be stored: expected a dense tensor with values. Convert it "
-                "to such a tensor, or leave it out of the state"
-            )
-        if hasattr(tensor, "__tensor_flatten__"):
-            raise ValueError(
-                f"{place} is a {type(tensor).__name__}, which wraps other tensors and cannot be stored: store the "
-                "wrapped tensors. For a DTensor, store dtensor.to_local()"
-            )
+        check_dense(place, tensor)
         if id(tensor) not in self._names:
             # Two places in a state can have the same name if keys contain dots.
             others = (f"{place} ({number})" for number in itertools.count(2))

@@ -23,18 +23,14 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim import Optimizer
 
 from syncline._torch.modules import COMPILED_PREFIX, EXTRA_STATE
-from syncline.checkpoint.files import LocalFiles, checksum
 from syncline.checkpoint.objects import copies, load_into, saved_types, unwrapped
-from syncline.checkpoint.rollback import Before, Loadable, failing_together, load_together
-from syncline.checks import checked_flag, checked_path, did_you_mean
-from syncline.transport.base import Transport
-from syncline.user_code import calling, warn_user
+from syncline.checkpoint.rollback import Loadable
+from syncline.checks import did_you_mean
+from syncline.user_code import calling
 from syncline.words import format_names
 
 Key = str | int | Sequence[str | int]
 """The place of an object in a file: a key, or a sequence of keys that leads to a nested object."""
-
-_TITLE = "sl.TrainState.load_torch"
 
 _PREFIXES = re.compile(rf"(?:module\.|{re.escape(COMPILED_PREFIX)})*")
 """A pattern for the prefixes that DistributedDataParallel and torch.compile add to parameter names."""
@@ -43,44 +39,7 @@ _MAX_SHOWN = 5
 """The number of types that the error about a file shows."""
 
 
-def load_torch_file(
-    state: Loadable,
-    path: str | os.PathLike[str],
-    *,
-    names: Mapping[str, Key | None] | None,
-    besides: Collection[str],
-    strict: bool,
-    transport: Transport,
-) -> dict[str, Any]:
-    """Load a file of `torch.save` into `state`, and return the entries that were not loaded.
-
-    See `TrainState.load_torch` for the arguments.
-    """
-    remedy = (
-        "Give every rank the same file: give a path that all hosts see, or put equal copies on all hosts."
-    )
-    with failing_together(transport, _TITLE, remedy=remedy) as lines:
-        path = checked_path("path", path)
-        names, besides = _checked(names, besides)
-        checked_flag("strict", strict)
-        content = LocalFiles().map(path)
-        lines += [f"file  {checksum(content)}", f"strict  {strict}"]
-        if not content:  # also a file of the kernel, in which torch.load could wait for ever
-            raise ValueError(f"{path} cannot be read as a file that torch.save wrote: it is empty")
-        matched = match(_read(path), state.named, names=names, besides=besides)
-        if strict:
-            matched.check_complete(path)
-        lines += [f"named  {name}" for name in state.named]
-        lines += [f"under another name  {name}: {names[name]!r}" for name in sorted(names)]
-        lines += [f"besides  {key}" for key in besides]
-        before = Before(state)  # before any rank begins to load, because ranks may share one copy of a module
-    load_together(transport, _TITLE, before, lambda: _load(state, matched, str(path), strict=strict))
-    if transport.rank == 0 and (matched.missing or matched.unused):
-        warn_user(f"{_TITLE} of {path}: {'; '.join(matched.left())}")
-    return matched.rest
-
-
-def _checked(names: object, besides: object) -> tuple[dict[str, Key | None], list[str]]:
+def checked_names(names: object, besides: object) -> tuple[dict[str, Key | None], list[str]]:
     """Check `names` and `besides`, and return them as a dict and a list.
 
     Raises:
@@ -121,12 +80,8 @@ class Matched:
 
     def left(self) -> list[str]:
         """Return lines of text that list `missing` and `unused`."""
-        lines = []
-        if self.missing:
-            lines.append(f"not in the file: {', '.join(self.missing)}")
-        if self.unused:
-            lines.append(f"in the file, and not used: {', '.join(self.unused)}")
-        return lines
+        kinds = {"not in the file": self.missing, "in the file, and not used": self.unused}
+        return [f"{kind}: {', '.join(keys)}" for kind, keys in kinds.items() if keys]
 
     def check_complete(self, path: str) -> None:
         """Raise a ValueError about the file at `path` if `missing` or `unused` is not empty."""
@@ -223,7 +178,7 @@ def _is_of_module(content: Mapping[Any, Any]) -> bool:
 # ---------------------------------------------------------------------- load into the objects
 
 
-def _load(state: Loadable, matched: Matched, path: str, *, strict: bool) -> dict[str, Any]:
+def load_matched(state: Loadable, matched: Matched, path: str, *, strict: bool) -> dict[str, Any]:
     """Load the matched entries into `state`, and return the states that must now be equal on all ranks, by name."""
     loaded: dict[str, Any] = {}
     if "step" in matched.found:
@@ -298,7 +253,7 @@ def _prefix(keys: Collection[str]) -> str:
 # ---------------------------------------------------------------------- read the file
 
 
-def _read(path: str) -> Any:
+def read_torch_file(path: str) -> Any:
     """Return the content of a file that `torch.save` wrote. No code from the file is run.
 
     The tensors are on the CPU. They are mapped into memory, if the file is as `torch.save` writes it since torch 1.6.

@@ -146,7 +146,10 @@ def load_into(one: Any, state: Any, types: Mapping[int, torch.dtype]) -> None:
     Raises:
         ValueError: `one` is an optimizer, and `state` belongs to another kind of optimizer.
     """
-    settings = _settings_of(one) if isinstance(one, Optimizer) else set()
+    settings: set[str] = set()
+    if isinstance(one, Optimizer):
+        # The settings that all groups have. Those that a scheduler has added to the groups are left out.
+        settings = set.intersection(*({*group} for group in one.param_groups), {*one.defaults})
     sharded = sharded_state_of(one)
     if sharded is not None:
         sharded._load_shards(state, types)
@@ -156,40 +159,20 @@ def load_into(one: Any, state: Any, types: Mapping[int, torch.dtype]) -> None:
         if isinstance(one, SynchronizedModule) and is_wrapped(state) and state["synchronization"] is not None:
             one.load_sync_state_dict(state["synchronization"])
     if isinstance(one, Optimizer):
-        _check_settings(one, settings)
+        # torch accepts groups with any keys, and would fail only at a later step. A setting that is new in this version
+        # of torch is not missing, because the `__setstate__` of torch's optimizers adds it during the load.
+        missing = sorted({name for group in one.param_groups for name in settings - group.keys()})
+        if missing:
+            raise ValueError(
+                f"the saved state belongs to another kind of optimizer: it lacks {', '.join(missing)}, which "
+                f"{type(one).__name__} needs. Create an optimizer of the class that was saved. If the class is "
+                "your own and has got new settings since the save, add them in its __setstate__"
+            )
         if sharded is None:
             lay_out_like_parameters(one)
             keep_types(one, state, types)
     elif is_node_loader(one):
         _begin_at(one, state)
-
-
-def _settings_of(optimizer: Optimizer) -> set[str]:
-    """Return the names of the settings in the optimizer's `defaults` that all of its parameter groups have.
-
-    Settings that a scheduler has added to the groups are left out.
-    """
-    return set.intersection(*({*group} for group in optimizer.param_groups), {*optimizer.defaults})
-
-
-def _check_settings(optimizer: Optimizer, settings: set[str]) -> None:
-    """Raise a ValueError if a group of the optimizer lacks one of the settings after a load.
-
-    torch accepts groups with any keys, and would fail only at a later step. A setting that is new in this version of
-    torch is not lacking, because the `__setstate__` of torch's optimizers adds it during the load.
-
-    Args:
-        optimizer: the optimizer after the load.
-        settings: the names of the settings that all of its groups had before the load.
-    """
-    for group in optimizer.param_groups:
-        missing = sorted(settings - group.keys())
-        if missing:
-            raise ValueError(
-                f"the saved state belongs to another kind of optimizer: it lacks {', '.join(missing)}, which "
-                f"{type(optimizer).__name__} needs. Create an optimizer of the class that was saved. If the class is "
-                "your own and has got new settings since the save, add them in its __setstate__"
-            )
 
 
 def is_node_loader(one: Any) -> bool:
@@ -225,14 +208,8 @@ def rng_state() -> dict[str, Any]:
     state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
-        state["numpy"] = (
-            str(kind),
-            torch.from_numpy(keys.copy()),
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        )
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (kind, torch.from_numpy(keys.copy()), *rest)
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state

@@ -79,83 +79,50 @@ def load_together(
 ) -> None:
     """Load on all ranks, and compare the results. If any rank fails, undo the load on all ranks. A collective call.
 
+    The strides and the devices of tensors are not compared. The comparison costs one pass over memory (at the speed of
+    XXH3 for tensors on the CPU) and one small collective.
+
     Args:
         transport: the transport between the ranks.
         title: the name of the call, for messages.
         before: the backup that undoes the load.
-        load: a function that loads on this rank, and returns the values that must now be equal on all ranks.
+        load: a function that loads on this rank, and returns the values that must now be equal on all ranks, by name.
+            `encode` must accept them.
 
     Raises:
         TypeError, ValueError, SynclineError: `load` failed on a rank. Raised on every rank.
-        ReplicaDivergence: values that must be equal differ between the ranks; see `agree_on_loaded`.
+        ReplicaDivergence: values that must be equal differ between the ranks. The message names the values and the
+            groups of ranks with equal values. Every rank gets the same message.
     """
-    with before.restored_on_failure(together=True):
-        fault: Exception | None = None
-        loaded: Mapping[str, Any] = {}
-        try:
-            loaded = load()
-        except Exception as error:
-            fault = error
-        agree_on_loaded(transport, title, loaded, fault=fault)
-
-
-def agree_on_loaded(
-    transport: Transport, title: str, contents: Mapping[str, Any], *, fault: Exception | None = None
-) -> None:
-    """Check that `contents` are equal on all ranks. A collective call.
-
-    The strides and the devices of tensors are not compared. The cost is one pass over memory (at the speed of XXH3 for
-    tensors on the CPU) and one small collective.
-
-    Args:
-        transport: the transport between the ranks.
-        title: the name of the call, for messages.
-        contents: values that `encode` accepts, by name.
-        fault: the error that the load raised on this rank; None if it raised none.
-
-    Raises:
-        ReplicaDivergence: a value differs between the ranks. The message names the value and the groups of ranks with
-            equal values. Every rank gets the same message.
-        TypeError, ValueError, SynclineError: a rank has a `fault`. Raised on every rank.
-
-    Examples:
-        >>> from syncline.errors import ReplicaDivergence
-        >>> from syncline.transport.threads import run_ranks
-        >>> def program(transport):
-        ...     agree_on_loaded(transport, "loading", {"model": {"weight": torch.tensor([transport.rank // 2])}})
-        >>> try:
-        ...     run_ranks(3, program)
-        ... except ReplicaDivergence as error:
-        ...     print(error.tensor, error.minority_ranks)
-        model.weight (2,)
-    """
+    fault: Exception | None = None
     values: dict[str, Any] = {}
     digest = b""
-    try:
-        trees: dict[str, str] = {}
-        for name, content in contents.items():
-            tree, tensors = encode(content, name)
-            values |= tensors
-            trees[f"{name}, values other than tensors"] = json.dumps(tree, sort_keys=True)
-        if transport.size > 1 and fault is None:
-            lines = [f"{name}  {_form(tensor)}" for name, tensor in values.items()]
-            digest = hash_of(list(values.values())) + fingerprint(title, [*lines, *trees.values()])
-        values |= trees
-    except Exception as error:
-        fault = error
-    digests = exchange(transport, title, [], payload=digest, fault=fault, refusal="could not be loaded")
-    if len(set(digests)) == 1:
-        return
-    # These fingerprints are the same on all kinds of devices.
-    found_here = zip(values.items(), fingerprints(list(values.values())), strict=True)
-    mine = {name: fingerprint_of((_form(value), found)) for (name, value), found in found_here}
-    rows = [json.loads(row) for row in transport.all_gather_bytes(json.dumps(mine).encode())]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    found = differences(names, [[row.get(name, -1) for name in names] for row in rows])
-    if found:
-        raise divergence_error(
-            title, found, num_compared=len(names), num_ranks=transport.size, remedy=_REMEDY
-        )
+    with before.restored_on_failure(together=True):
+        try:
+            trees: dict[str, str] = {}
+            for name, content in load().items():
+                tree, tensors = encode(content, name)
+                values |= tensors
+                trees[f"{name}, values other than tensors"] = json.dumps(tree, sort_keys=True)
+            if transport.size > 1:
+                lines = [f"{name}  {_form(tensor)}" for name, tensor in values.items()]
+                digest = hash_of(list(values.values())) + fingerprint(title, [*lines, *trees.values()])
+            values |= trees
+        except Exception as error:
+            fault = error
+        digests = exchange(transport, title, [], payload=digest, fault=fault, refusal="could not be loaded")
+        if len(set(digests)) == 1:
+            return
+        # These fingerprints are the same on all kinds of devices.
+        found_here = zip(values.items(), fingerprints(list(values.values())), strict=True)
+        mine = {name: fingerprint_of((_form(value), found)) for (name, value), found in found_here}
+        rows = [json.loads(row) for row in transport.all_gather_bytes(json.dumps(mine).encode())]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        found = differences(names, [[row.get(name, -1) for name in names] for row in rows])
+        if found:
+            raise divergence_error(
+                title, found, num_compared=len(names), num_ranks=transport.size, remedy=_REMEDY
+            )
 
 
 def _form(value: Any) -> str:
@@ -194,28 +161,25 @@ class Before:
         try:
             yield
         except BaseException:
-            self._restore(together=together)
+            for name, (one, restore) in self._restorers.items():
+                parts = one.modules() if isinstance(one, nn.Module) else ()
+                copies = [copy for copy in map(one_copy_of, parts) if copy is not None]
+                if copies and not together:
+                    continue
+                try:
+                    with ExitStack() as written:
+                        for copy in copies:
+                            written.enter_context(copy.writing())
+                        restore()
+                except Exception as error:
+                    # Restore the other objects as well. The caller gets the error of the load.
+                    warn_user(
+                        f"a load failed, and {name} could not be restored to its state before that load: restoring "
+                        f"{name} raised {type(error).__name__}: {error}. {name} may be partly loaded: create it again"
+                    )
+            set_rng_state(self._rng)
             self._state._resume_from_step(self._step)
             raise
-
-    def _restore(self, *, together: bool) -> None:
-        for name, (one, restore) in self._restorers.items():
-            parts = one.modules() if isinstance(one, nn.Module) else ()
-            copies = [copy for copy in map(one_copy_of, parts) if copy is not None]
-            if copies and not together:
-                continue
-            try:
-                with ExitStack() as written:
-                    for copy in copies:
-                        written.enter_context(copy.writing())
-                    restore()
-            except Exception as error:
-                # Restore the other objects as well. The caller gets the error of the load.
-                warn_user(
-                    f"a load failed, and {name} could not be restored to its state before that load: restoring "
-                    f"{name} raised {type(error).__name__}: {error}. {name} may be partly loaded: create it again"
-                )
-        set_rng_state(self._rng)
 
 
 def restorer_of(one: Any, *, is_stepped: bool = False) -> Restorer:

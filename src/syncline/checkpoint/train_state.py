@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from syncline._torch.modules import uncompiled
-from syncline.checkpoint.load_torch import Key, load_torch_file
+from syncline.checkpoint.files import Files, checksum
+from syncline.checkpoint.load_torch import Key, checked_names, load_matched, match, read_torch_file
 from syncline.checkpoint.objects import (
     fingerprints_in,
     is_node_loader,
@@ -23,15 +24,15 @@ from syncline.checkpoint.objects import (
     set_rng_state,
     state_of,
 )
-from syncline.checkpoint.rollback import Before
-from syncline.checks import checked_count, checked_flag, checked_state, what_it_is
+from syncline.checkpoint.rollback import Before, failing_together, load_together
+from syncline.checks import checked_count, checked_flag, checked_path, checked_state, what_it_is
 from syncline.data import DistributedSampler
 from syncline.gradients.reducer import GradientSync, reducers_of
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.session.world import transport_of
 from syncline.sharded.part import ShardedState, sharded_state_of
 from syncline.suggestions import suggests_arguments
-from syncline.user_code import calling
+from syncline.user_code import calling, warn_user
 from syncline.words import format_count, one_line
 
 _RESERVED = ("step", "rng")
@@ -262,8 +263,31 @@ class TrainState(ShardedState):
             >>> state.step
             1200
         """
-        transport = transport_of(group)
-        return load_torch_file(self, path, names=names, besides=besides, strict=strict, transport=transport)
+        transport, title = transport_of(group), "sl.TrainState.load_torch"
+        remedy = (
+            "Give every rank the same file: give a path that all hosts see, or put equal copies on all hosts."
+        )
+        with failing_together(transport, title, remedy=remedy) as lines:
+            path = checked_path("path", path)
+            keys, besides = checked_names(names, besides)
+            checked_flag("strict", strict)
+            content = Files().map(path)
+            lines += [f"file  {checksum(content)}", f"strict  {strict}"]
+            if not content:  # also a file of the kernel, in which torch.load could wait for ever
+                raise ValueError(f"{path} cannot be read as a file that torch.save wrote: it is empty")
+            matched = match(read_torch_file(path), self.named, names=keys, besides=besides)
+            if strict:
+                matched.check_complete(path)
+            lines += [f"named  {name}" for name in self.named]
+            lines += [f"under another name  {name}: {keys[name]!r}" for name in sorted(keys)]
+            lines += [f"besides  {key}" for key in besides]
+            before = Before(
+                self
+            )  # before any rank begins to load, because ranks may share one copy of a module
+        load_together(transport, title, before, lambda: load_matched(self, matched, path, strict=strict))
+        if transport.rank == 0 and (matched.missing or matched.unused):
+            warn_user(f"{title} of {path}: {'; '.join(matched.left())}")
+        return matched.rest
 
 
 def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -339,13 +363,11 @@ def _shard_state_of(one: Any) -> Any:
 
 
 def _check_none_is_hidden(named: Mapping[str, Any]) -> None:
-    modules = {name: one for name, one in named.items() if isinstance(one, nn.Module)}
-    for name, module in modules.items():
-        for path, part in module.named_modules():
+    for name, module in named.items():
+        for path, part in module.named_modules() if isinstance(module, nn.Module) else ():
             replica = replica_of(part)
-            if replica is None or not replica.has_sync_state:
-                continue
-            if not any(part is one for one in modules.values()):
+            is_named = any(part is one for one in named.values())
+            if replica is not None and replica.has_sync_state and not is_named:
                 raise ValueError(
                     f"{name} contains a wrapped module, {path}, whose strategy or compression has a state. The "
                     f"state_dict() of {name} does not have this state, so a resumed run would lose it: give each "
@@ -389,7 +411,7 @@ class StreamWatch:
         >>> watch = StreamWatch({"data": Stream()})
         >>> for _ in range(4):
         ...     watch.step_ended()
-        >>> [remark[:36] for remark in watch.remarks()], list(watch.remarks())
+        >>> [remark[:37] for remark in watch.remarks()], list(watch.remarks())
         (['the position of data (Stream) has not'], [])
     """
 
