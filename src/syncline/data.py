@@ -8,9 +8,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.data as torch_data
 
-from syncline.checks import checked_count, checked_flag, checked_state, checked_truth, what_it_is
+from syncline.checks import (
+    checked_count,
+    checked_flag,
+    checked_state,
+    checked_truth,
+    suggests_arguments,
+    what_it_is,
+)
 from syncline.session.world import world
-from syncline.suggestions import suggests_arguments
 from syncline.words import one_line
 
 

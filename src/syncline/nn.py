@@ -26,9 +26,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parameter import is_lazy
 
 from syncline._torch.modules import COPIED_WITH_A_LAYER, BatchNorm
-from syncline.checks import checked_count, checked_kind, checked_number, checked_truth
+from syncline.checks import checked_count, checked_kind, checked_number, checked_truth, suggests_arguments
 from syncline.session.world import transport_of
-from syncline.suggestions import suggests_arguments
 from syncline.transport.base import Transport
 
 __all__ = ["SyncBatchNorm"]

@@ -21,7 +21,7 @@ from tests.architecture.test_imports import SOURCES, Sources, assert_none, nodes
 ALLOWED = {
     "syncline.events.observer.OBSERVERS": "what happens in the process is passed to its observers",
     "syncline.faces._IMPORTING": "threads that ask for public names at once import one module after the other",
-    "syncline._torch.gloo._MAKER": "threads create groups at once, by one name of torch",
+    "syncline._torch.process_groups._MAKER": "threads create groups at once, by one name of torch",
     "syncline._torch.modules._in_this_thread": "torch stores the wrapper whose forward runs in a class, of all threads",
     "syncline._torch.modules._is_kept_out": "torch's compiler, which is configured, is of the process",
     "syncline._torch.optimizers._lock": "guards _scalers",

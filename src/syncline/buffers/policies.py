@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from syncline._torch.autograd import profiled
 from syncline._torch.modules import as_mapping
-from syncline._torch.profiler import profiled
 from syncline._torch.tensors import belongs_to_transform
 from syncline.buffers.pooling import BufferAverage, running_statistics
 from syncline.errors import SynclineError

@@ -1,6 +1,6 @@
 """Save a training run to disk, and load it on all ranks or on none.
 
-Imports: errors, suggestions, words, checks, environment, regular_files, trees, user_code, events, _torch, transport,
+Imports: errors, words, checks, environment, regular_files, trees, user_code, events, _torch, transport,
 session, optimizers, tensors, equality, gradients, sharded, data, compression.
 
 checkpointer.py  Checkpointer: save, load, and stop all ranks after the same step

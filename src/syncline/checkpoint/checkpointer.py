@@ -15,21 +15,20 @@ from typing import Any, Literal, overload
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 
+from syncline._torch.autograd import profiled
 from syncline._torch.modules import is_in_join
-from syncline._torch.profiler import profiled
 from syncline.checkpoint.contents import Parts, remarks
 from syncline.checkpoint.files import Files
 from syncline.checkpoint.rollback import failing_together, load_together
 from syncline.checkpoint.store import IntactSave, Refused, SaveStore
 from syncline.checkpoint.train_state import TrainState, load_all, remarks_on_loaders
-from syncline.checks import checked_count, checked_flag, checked_path, what_it_is
+from syncline.checks import checked_count, checked_flag, checked_path, suggests_arguments, what_it_is
 from syncline.errors import SynclineError
 from syncline.events import called
 from syncline.gradients.riders.requests import StopVote
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.session.stop_request import EXIT_STOPPED, STOP_SIGNALS, Stopped, StopRequest, checked_signals
 from syncline.session.world import before_shutdown, transport_of
-from syncline.suggestions import suggests_arguments
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user, warning_here
 from syncline.words import describe_ranks, one_line, ranks_with

@@ -25,13 +25,19 @@ from syncline.checkpoint.objects import (
     state_of,
 )
 from syncline.checkpoint.rollback import Before, failing_together, load_together
-from syncline.checks import checked_count, checked_flag, checked_path, checked_state, what_it_is
+from syncline.checks import (
+    checked_count,
+    checked_flag,
+    checked_path,
+    checked_state,
+    suggests_arguments,
+    what_it_is,
+)
 from syncline.data import DistributedSampler
 from syncline.gradients.reducer import GradientSync, reducers_of
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.session.world import transport_of
 from syncline.sharded.part import ShardedState, sharded_state_of
-from syncline.suggestions import suggests_arguments
 from syncline.user_code import calling, warn_user
 from syncline.words import format_count, one_line
 

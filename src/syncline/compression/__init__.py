@@ -1,6 +1,6 @@
 """Compression of values that are averaged over ranks, so that fewer bytes are sent. See docs/guides/compression.md.
 
-Imports: errors, suggestions, words, checks, native, trees, _torch, transport, session, tensors.
+Imports: errors, words, checks, native, trees, _torch, transport, session, tensors.
 
 base.py       the interface: the compression, its encoder, and the requests of the encoder
 cast.py       Cast: a narrower floating-point type

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from syncline.checks import suggests_arguments
 from syncline.compression.base import Averaging, Codec, Encoder, Layout, Sum, set_lost, total_of
 from syncline.compression.kernels import library_for, run
-from syncline.suggestions import suggests_arguments
 
 
 @suggests_arguments

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.checks import checked_kind, checked_state
+from syncline.checks import checked_kind, checked_state, suggests_arguments
 from syncline.compression.base import (
     AllToAll,
     Averaged,
@@ -30,7 +30,6 @@ from syncline.compression.base import (
     encoder_of,
 )
 from syncline.errors import SynclineError
-from syncline.suggestions import suggests_arguments
 from syncline.tensors.targets import as_bytes
 from syncline.transport.base import Transport
 from syncline.transport.work import Work

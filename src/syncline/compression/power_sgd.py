@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from syncline._torch.tensors import foreach_copy_, foreach_zero_
-from syncline.checks import checked_count, checked_flag, store
+from syncline.checks import checked_count, checked_flag, store, suggests_arguments
 from syncline.compression.base import (
     Averaging,
     Compression,
@@ -30,7 +30,6 @@ from syncline.compression.base import (
 )
 from syncline.compression.kernels import address, library_for, run
 from syncline.native import library
-from syncline.suggestions import suggests_arguments
 
 _ZERO = 1e-24
 """The squared length up to which the remainder of a row counts as zero, after earlier rows were projected out.

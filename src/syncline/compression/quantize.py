@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncline.checks import checked_count, checked_flag, store
+from syncline.checks import checked_count, checked_flag, store, suggests_arguments
 from syncline.compression.base import (
     AllToAll,
     Averaging,
@@ -27,7 +27,6 @@ from syncline.compression.base import (
 )
 from syncline.compression.kernels import address, library_for, run
 from syncline.native import library
-from syncline.suggestions import suggests_arguments
 
 SCALE = torch.bfloat16
 """The dtype of the scales, which has the range of float32.

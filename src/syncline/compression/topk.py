@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from syncline.checks import checked_flag, checked_number, store
+from syncline.checks import checked_flag, checked_number, store, suggests_arguments
 from syncline.compression.base import Averaging, Compression, Encoder, Gather, Layout, set_lost, total_of
 from syncline.compression.kernels import address, library_for, run
-from syncline.suggestions import suggests_arguments
 
 _MANY = 1 << 16
 """A CPU that searches this many values or more is faster if it first selects candidates."""

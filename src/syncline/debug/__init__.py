@@ -1,6 +1,6 @@
 """Tools that check whether a step has the same results in each run and on each rank, and that locate differences.
 
-Imports: suggestions, words, checks, trees, user_code, _torch, transport, session, tensors, equality, gradients,
+Imports: words, checks, trees, user_code, _torch, transport, session, tensors, equality, gradients,
 checkpoint, verbs.
 
 diagnosis.py    the first difference between recordings, and its causes (pure functions)

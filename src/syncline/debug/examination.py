@@ -21,7 +21,7 @@ from syncline._torch.modules import is_compiler_loaded
 from syncline.checkpoint.objects import rng_state, set_rng_state, unwrapped
 from syncline.checkpoint.rollback import failing_together, restore_all, restorer_of, restorer_of_tensor
 from syncline.checkpoint.train_state import TrainState
-from syncline.checks import checked_function, checked_kind
+from syncline.checks import checked_function, checked_kind, suggests_arguments
 from syncline.debug.diagnosis import between_ranks, first_difference, merged, of_gradients, own_finding
 from syncline.debug.recording import Event, Recording, Value, is_ordinary
 from syncline.debug.report import Finding, Report, facts
@@ -29,7 +29,6 @@ from syncline.equality.fingerprint import digest_of, fingerprint_of
 from syncline.equality.locate import differences
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.session.world import transport_of
-from syncline.suggestions import suggests_arguments
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.agreement import describe_tensors, exchange
 from syncline.transport.base import Transport

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from syncline import events
-from syncline.checks import checked_count
+from syncline.checks import checked_count, suggests_arguments
 from syncline.exporters.base import MetricExporter, import_client
-from syncline.suggestions import suggests_arguments
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

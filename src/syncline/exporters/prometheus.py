@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from syncline import events
-from syncline.checks import checked_kind
+from syncline.checks import checked_kind, suggests_arguments
 from syncline.exporters.base import MetricExporter, import_client
-from syncline.suggestions import suggests_arguments
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncline import events
-from syncline.checks import checked_count, checked_flag, what_it_is
+from syncline.checks import checked_count, checked_flag, suggests_arguments, what_it_is
 from syncline.exporters.base import Exporter, import_client
-from syncline.suggestions import suggests_arguments
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from syncline._torch.autograd import profiled
 from syncline._torch.optimizers import mark_step_as_made
-from syncline._torch.profiler import profiled
 from syncline._torch.tensors import version_of
 from syncline.errors import SynclineError
 from syncline.optimizers.contents import floating_state, parameters_of

@@ -1,6 +1,6 @@
 """Strategies: pure descriptions of when and how parameters sync. `syncline.strategies.execution` carries them out.
 
-Imports: errors, suggestions, words, checks, records, contract, user_code, events, _torch, liveness, transport,
+Imports: errors, words, checks, records, contract, user_code, events, _torch, liveness, transport,
 optimizers, tensors, equality, compression.
 
 actions.py           the actions that a strategy requests, their effects, and the data that they need

@@ -1,6 +1,6 @@
 """Transports: interchangeable engines that move and reduce flat tensors. Each operation returns a `Work`.
 
-Imports: errors, suggestions, tracebacks, words, environment, records, native, user_code, _torch, liveness.
+Imports: errors, tracebacks, words, checks, environment, records, native, user_code, _torch, liveness.
 
 agreement.py          check that all ranks are about to make the same call, before any data is sent
 base.py               the class Transport: final public methods; engines implement `_start_*`

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline._torch.gloo import Gather
 from syncline._torch.process_groups import (
+    Gather,
     PrefixStore,
     all_gather_flat,
     reduce_scatter_flat,

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline._torch.gloo import Gather, addresses_gathered
 from syncline._torch.process_groups import (
     AllgatherOptions,
+    Gather,
     PrefixStore,
+    addresses_gathered,
     is_living,
     new_group_of,
     record_ranks,

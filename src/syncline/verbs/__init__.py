@@ -2,7 +2,7 @@
 
 Each verb is a collective call: every rank of the group must make the same calls in the same order.
 
-Imports: errors, suggestions, words, checks, trees, user_code, events, _torch, transport, session, optimizers, tensors,
+Imports: errors, words, checks, trees, user_code, events, _torch, transport, session, optimizers, tensors,
 equality, gradients, sharded, buffers, checkpoint.
 
 all_reduce.py      all_reduce_

@@ -10,10 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from syncline.checks import checked_choice, checked_count, checked_flag, checked_number, number_in
+from syncline.checks import (
+    checked_choice,
+    checked_count,
+    checked_flag,
+    checked_number,
+    number_in,
+    suggests_arguments,
+)
 from syncline.optimizers.contents import OptimizerNumbers
 from syncline.session.world import transport_of
-from syncline.suggestions import suggests_arguments
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.targets import named_tensors
 from syncline.transport.agreement import describe_tensors

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from syncline.checkpoint.encoding import encode
 from syncline.checkpoint.train_state import TrainState
+from syncline.checks import suggests_arguments
 from syncline.equality.fingerprint import digest_of, fingerprints
 from syncline.equality.locate import differing, divergence_error, emit_divergence, locate
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.optimizers.contents import OptimizerNumbers, is_setting, optimizer_leaves, parameters_of
 from syncline.session.world import transport_of
 from syncline.sharded.attached import is_sharded
-from syncline.suggestions import suggests_arguments
 from syncline.tensors.targets import distinct_tensors, named_tensors
 from syncline.transport.agreement import describe_tensors
 from syncline.user_code import calling

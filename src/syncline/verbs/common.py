@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from syncline._torch.profiler import profiled
+from syncline._torch.autograd import profiled
 from syncline._torch.tensors import outside_of_transforms
 from syncline.events import called
 from syncline.sharded.attached import is_sharded

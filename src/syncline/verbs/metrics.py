@@ -16,9 +16,8 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from syncline.checks import checked_number, what_it_is
+from syncline.checks import checked_number, suggests_arguments, what_it_is
 from syncline.session.world import transport_of
-from syncline.suggestions import suggests_arguments
 from syncline.tensors.reduction import TensorReducer
 from syncline.tensors.targets import check_dense
 from syncline.transport.agreement import PAYLOAD_BYTES, exchange, gather_rows

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from syncline._torch.profiler import profiled
+from syncline._torch.autograd import profiled
 from syncline._torch.tensors import foreach_copy_
 from syncline.equality.fingerprint import hash_of, hash_of_sample
 from syncline.equality.locate import emit_divergence

@@ -44,10 +44,16 @@ import torch.distributed as dist
 
 from syncline import environment, launchers
 from syncline._torch.process_groups import TCPStore
-from syncline.checks import checked_choice, checked_count, checked_function, checked_kind, checked_seconds
+from syncline.checks import (
+    checked_choice,
+    checked_count,
+    checked_function,
+    checked_kind,
+    checked_seconds,
+    suggests_arguments,
+)
 from syncline.errors import PeerFailed, PeerLost, SynclineError
 from syncline.session.listening import LOOPBACK, bound_socket
-from syncline.suggestions import suggests_arguments
 from syncline.tools.launch.display import Display
 from syncline.tools.launch.failures import Failure, describe, first_failure, read_error_file
 from syncline.tools.launch.function_rank import RESULT, run_rank
