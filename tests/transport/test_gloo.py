@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from meeting import end_by_sigkill, group_store, meet_at_the_store, texts_of_all_ranks
 from support.cases import case
+from support.inside import without_wait_for_causes
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
 from syncline.liveness import (
     Board,
@@ -288,10 +289,8 @@ def of_nccl(words: str) -> SynclineError:
     return FailedWait(health, work).broken_by(raised)
 
 
-def test_what_nccl_says_is_told_with_its_cause_but_not_torchs_own_stack(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("syncline.liveness.failed_wait._LOCAL_CAUSE_SECONDS", 0.0)
+@without_wait_for_causes()
+def test_what_nccl_says_is_told_with_its_cause_but_not_torchs_own_stack() -> None:
     words = "NCCL error, unhandled system error\nLast error:\nsocketStartConnect: refused"
     assert str(of_nccl(words)).endswith(f"nccl reported: {words}")
     on_one_gpu = of_nccl("Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 4b000")

@@ -220,13 +220,14 @@ def explain(argv: Sequence[str]) -> int:
         module = "syncline.tools.explain.ranks"
         code = _run_script(args, guardian, module, asdict(options), prefix="", display=display)
         report = Report.decode(path.read_text(encoding="utf-8")) if path.exists() else Report(step=0)
-    if code:
+    is_complete = report.step > 0 and options.is_enough(report.step, meets_others=report.meets_others)
+    if code and not is_complete:  # a rank may also fail after the step, such as one with fewer batches
         return code
     if not report.step:
         say(_EXPLAIN, nothing_shown(report, program))
         return 1
     print(text_of(report, options, _style(is_ascii=args.ascii)))
-    return 0
+    return code
 
 
 def _style(*, is_ascii: bool) -> Style:
