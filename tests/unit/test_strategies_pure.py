@@ -249,7 +249,7 @@ def test_the_server_is_never_staler_than_it_says_and_never_stuck(
         rank, what = chance.choice(movable)
         inbox = []
         for queue in mail[rank]:
-            # As in the executor: what is of a later step than this rank's own is not looked for yet.
+            # As in the driver: what is of a later step than this rank's own is not looked for yet.
             while queue and queue[0].clock <= steps[rank] and (what == "mail" or chance.random() < 0.5):
                 inbox.append(queue.pop(0))
         steps[rank] += what == "step"

@@ -17,7 +17,7 @@ import json
 import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from syncline.checkpoint.files import Files, StoredFile, checksum, malformed_is_corrupt, map_stored
@@ -109,7 +109,8 @@ def read_manifest(files: Files, directory: str) -> Manifest:
                 f"versions up to {VERSION}: load it with a newer Syncline"
             )
         body["files"] = {name: StoredFile(**stored) for name, stored in body["files"].items()}
-        return Manifest(**body)
+        # A later Syncline may have added what this one can do without.
+        return Manifest(**{one.name: body[one.name] for one in fields(Manifest) if one.name in body})
 
 
 def check_complete(files: Files, directory: str) -> None:

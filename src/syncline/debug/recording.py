@@ -243,7 +243,7 @@ def _amount(value: Any) -> str:
         return repr(value)[:_MAX_TEXT]
     if is_ordinary(value):
         dtype = torch.complex128 if value.is_complex() else torch.float64
-        with contextlib.suppress(RuntimeError):  # torch adds up no quantized tensors
+        with contextlib.suppress(RuntimeError, TypeError):  # of quantized tensors; a device without float64
             return f"sum {value.sum(dtype=dtype).item():.12g}"
     return ""
 

@@ -1,7 +1,7 @@
 /* Kernels of factors.c, for some of the slices of each tensor. Included by `each_isa.h`.
  *
  * Each operation is rounded once, in the order in which it is written. `mean` has the bits of `sum_of_outer_products`
- * in factors.py.
+ * in power_sgd.py.
  */
 
 /* Add up the products of two rows, in lanes. */

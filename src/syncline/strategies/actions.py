@@ -22,7 +22,7 @@ class Message(NamedTuple):
 
 
 class Action:
-    """An operation that a strategy requests from the executor. Users cannot add subclasses."""
+    """An operation that a strategy requests from the driver. Users cannot add subclasses."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Run a strategy: count optimizer steps, ask the strategy for actions, have these carried out, and record them."""
+"""Run a strategy: count optimizer steps, ask the strategy for actions, carry them out, and record them."""
 
 from __future__ import annotations
 
