@@ -85,7 +85,7 @@ while first == 0 or state.step < first + 3:
     state.commit()
     checkpointer.stop_if_asked(state)
     if world.rank == 0 and state.step == 5:
-        pathlib.Path(sys.argv[1], "training").touch()
+        pathlib.Path(sys.argv[1], "training").write_text("yes")
 if world.rank == 0:
     pathlib.Path(sys.argv[1], "done").write_text(f"{first} {state.step}")
 sl.shutdown()
@@ -174,7 +174,8 @@ class Slurm:
         self._wait(lambda: state in self.state_of(job), job)
 
     def wait_for(self, path: Path, job: str) -> None:
-        self._wait(path.exists, job)
+        """Wait until a program has written a file, which is empty at first."""
+        self._wait(lambda: path.exists() and path.stat().st_size > 0, job)
 
     def _wait(self, is_so: Callable[[], bool], job: str) -> None:
         def tell() -> str:
@@ -281,7 +282,7 @@ def test_each_task_of_srun_is_a_rank(slurm: Slurm, options: list[str], expected:
 def test_a_batch_script_without_srun_does_not_hang_and_is_warned(slurm: Slurm, tmp_path: Path) -> None:
     script = tmp_path / "alone.sh"
     script.write_text(
-        '#!/bin/bash\npython -c "import syncline as sl; print(sl.init(timeout=20).size)"\ntouch "$1"\n'
+        '#!/bin/bash\npython -c "import syncline as sl; print(sl.init(timeout=20).size)"\necho yes > "$1"\n'
     )
     job = slurm.submit("--ntasks=4", str(script), str(tmp_path / "ended"))
     slurm.wait_for(tmp_path / "ended", job)

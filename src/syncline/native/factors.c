@@ -105,7 +105,7 @@ EXPORT int syncline_left_factors(int isa, int rank, const int64_t *shapes, size_
 
 /* ------------------------------------------------------------------ orthonormal rows */
 
-/* Add up `width` terms by halves, as `_sums` in factors.py does. The width is a power of two; the terms change. */
+/* Add up `width` terms by halves, as `pairwise_sums` in base.py does. The width is a power of two; the terms change. */
 static double sum_by_halves(double *terms, size_t width) {
     while (width > 1) {
         width /= 2;
@@ -119,7 +119,7 @@ static double product_of(const double *a, const double *b, double *terms, size_t
     return sum_by_halves(terms, width);
 }
 
-/* Make the rows of a matrix of shape (rank, n) orthonormal, with the bits of `orthonormal_rows` in factors.py.
+/* Make the rows of a matrix of shape (rank, n) orthonormal, with the bits of `orthonormal_rows` in power_sgd.py.
  *
  * The memory holds rank + 1 rows of `width` numbers. */
 static void orthonormalize(float *matrix, size_t rank, size_t n, double *memory, size_t width) {

@@ -16,6 +16,7 @@ import weakref
 from dataclasses import dataclass
 from functools import partial
 
+from syncline.environment import patience
 from syncline.errors import PeerLost, SynclineError
 from syncline.liveness.calls import Failure
 from syncline.liveness.connection import StoreSilent
@@ -27,7 +28,7 @@ from syncline.transport.watched import WatchedTransport
 
 _PULSE_SECONDS = 0.5
 
-_JOIN_SECONDS = 10.0
+_JOIN_SECONDS = patience(10.0)
 
 
 @dataclass

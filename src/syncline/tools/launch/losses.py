@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -46,8 +47,8 @@ _POLL_SECONDS = 0.05
 
 _CONNECT_TIMEOUT = timedelta(seconds=30)
 
-_RUNS, _ENDED = "its ranks run", "its ranks have ended"
-"""What a launcher records of itself."""
+_ENDED = "its ranks have ended"
+"""What a launcher records of itself in the end. Before that, it records its number: another one may take its place."""
 
 
 class Losses:
@@ -160,6 +161,17 @@ def processes_of(ranks: SubprocessContext) -> list[Popen[bytes]]:
     return [handler.proc for _, handler in sorted(ranks.subprocess_handlers.items())]
 
 
+class _Reports(Watch):
+    """A launcher watches no neighbour, but says once why its pulse fails."""
+
+    has_reported = False
+
+    def has_failed(self, error: Exception) -> None:
+        if not isinstance(error, PeerLost) and not self.has_reported:
+            self.has_reported = True
+            say(f"cannot show the other hosts that this launcher runs, and tries again: {error}")
+
+
 class OtherHosts:
     """The other launchers of the job.
 
@@ -182,8 +194,9 @@ class OtherHosts:
         """What each other launcher has recorded last, and the time when it was first seen."""
         self.are_training_without_this_host = bool(self._read([f"pulse {self._own}"])) and self.are_running()
         """Whether this launcher takes the place of one that was lost."""
-        self._record(_RUNS)
-        self._pulse = Pulse(Line(launchers, _SILENT_SECONDS), str(self._own), Watch())
+        self._life = uuid.uuid4().hex
+        self._record(self._life)
+        self._pulse = Pulse(Line(launchers, _SILENT_SECONDS), str(self._own), _Reports())
 
     def record_lost(self, name: str) -> None:
         """Record in the store that a rank of this host has ended. `name` is its name in `sl.steps`."""
@@ -210,8 +223,10 @@ class OtherHosts:
     def withdraw(self) -> None:
         """Record that the ranks of this host have ended."""
         self._pulse.close()
+        state = f"state {self._own}"
         with contextlib.suppress(PeerLost):
-            self._record(_ENDED)
+            if self._read([state]).get(state) == self._life:
+                self._record(_ENDED)
 
     def _record(self, state: str) -> None:
         self._line.ask(partial(SignedStore.set, key=f"state {self._own}", text=state))
