@@ -270,6 +270,16 @@ def test_the_reference_has_the_help_of_every_command(capsys: pytest.CaptureFixtu
         assert f"$ syncline {command} --help\n{capsys.readouterr().out.rstrip()}\n```" in page, command
 
 
+def test_the_glossary_has_the_words_of_the_contract() -> None:
+    page = (ROOT / "docs" / "reference" / "glossary.md").read_text()
+    terms = re.findall(r"^\| \*\*(.+?)\*\* \|", page, re.M)
+    assert terms == sorted(set(terms), key=str.lower)
+    check = syncline.ReplicaCheck(every=2)
+    contract = syncline.DistributedDataParallel(torch.nn.Linear(2, 1), replica_check=check).contract
+    columns = {name.replace("_", " ") for name in type(contract.rows[0]).__dataclass_fields__}
+    assert columns | {row.what for row in contract.rows} <= set(terms)
+
+
 def test_the_reference_has_every_variable_that_is_read() -> None:
     source = "".join(
         (ROOT / "src" / "syncline" / name).read_text() for name in ("environment.py", "launchers.py")
