@@ -70,7 +70,7 @@ class Meter:
             self._exchange.start(self._flat)
             self._exchange.wait()
         else:
-            with patch.object(kernels, "_loaded", lambda: None):
+            with patch.object(kernels, "library_if_any", lambda: None):
                 self._exchange.start(self._flat)
                 self._exchange.wait()
 

@@ -37,16 +37,12 @@ from syncline.testing import simulated_hosts
 from syncline.tools.bench.measured import calibrated
 from syncline.tools.bench.model_times import measure_job
 from syncline.tools.bench.results import describe_machine
-from syncline.tools.plan import (
-    Cluster,
-    Job,
-    Machine,
-    Option,
-    Planner,
-    best_of,
-    codec_of,
-    with_caps,
-)
+from syncline.tools.plan.advice import best_of
+from syncline.tools.plan.cluster import Cluster
+from syncline.tools.plan.job import Job
+from syncline.tools.plan.machine import Machine
+from syncline.tools.plan.options import Option, codec_of, with_caps
+from syncline.tools.plan.predict import Planner
 from tables import seconds_text, table
 
 

@@ -218,6 +218,6 @@ class Stopwatch:
         known = json.loads(DURATIONS.read_text()) | {
             file: round(seconds) for file, seconds in self.seconds.items()
         }
-        there = {file: seconds for file, seconds in known.items() if DURATIONS.with_name(file).exists()}
+        there = {file: seconds for file, seconds in known.items() if (DURATIONS.parent / file).exists()}
         longest = sorted((-seconds, file) for file, seconds in there.items() if seconds >= 2)
         DURATIONS.write_text(json.dumps({file: -seconds for seconds, file in longest}, indent=2) + "\n")

@@ -1,7 +1,8 @@
-"""Functions that check arguments: counts, numbers, times, flags, paths, objects of a class, functions and choices.
+"""Functions that check arguments: counts, numbers, times, flags, paths, objects, functions, choices and names.
 
 Every error names the argument, and says what was expected and what was given. A wrong type raises TypeError, and a
-wrong value raises ValueError, as in Python itself.
+wrong value raises ValueError, as in Python itself. Python 3.13 proposes the names of unknown arguments, which
+`suggests_arguments` does for all versions, in Syncline's own functions.
 
 This module imports only the standard library.
 """
@@ -9,12 +10,17 @@ This module imports only the standard library.
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def checked_count(name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None) -> int:
@@ -261,3 +267,50 @@ def checked_path(name: str, value: object) -> str:
     if not isinstance(path, str):
         raise TypeError(f"expected {name} to be a path, a str or an os.PathLike of a str, got {value!r}")
     return path
+
+
+# ---------------------------------------------------------------------- unknown arguments
+
+_UNKNOWN = re.compile(r"\(\) got an unexpected keyword argument '(\w+)'$")
+
+
+def suggests_arguments(target: T) -> T:
+    """Decorate a function, or all public functions of a class: an error about an unknown argument proposes a known one.
+
+    Examples:
+        >>> @suggests_arguments
+        ... def mean(values, weight=1.0): ...
+        >>> mean([], wieght=2.0)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        TypeError: mean() got an unexpected keyword argument 'wieght'...id you mean 'weight'?
+    """
+    if not isinstance(target, type):
+        suggesting: T = _suggesting(target)
+        return suggesting
+    for name, function in list(vars(target).items()):
+        if inspect.isfunction(function) and (name == "__init__" or not name.startswith("_")):
+            setattr(target, name, _suggesting(function))
+    return target
+
+
+def _suggesting(function: Any) -> Any:
+    parameters = inspect.signature(function).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return function
+    names = [one.name for one in parameters if one.kind is not one.POSITIONAL_ONLY and one.name != "self"]
+    if not names:
+        return function
+    all_names = {one.name for one in parameters}
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            text = str(error)
+            unknown = _UNKNOWN.search(text)
+            if unknown is not None and unknown[1] in kwargs and unknown[1] not in all_names:
+                error.args = (text + did_you_mean(unknown[1], names),)
+            raise
+
+    return call

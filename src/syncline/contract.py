@@ -7,7 +7,7 @@ A contract is immutable. It is computed from the plan of the module (`ddp/plan.p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from itertools import zip_longest
 from typing import NamedTuple
@@ -97,7 +97,7 @@ class Contract:
     def __str__(self) -> str:
         """Return the contract as lines of at most 100 columns. Long cells take several lines; nothing is left out."""
         title = wrapped(f"Contract: {self.title}")
-        lines = [*title, table([_HEADINGS[:5], *(_cells(row)[:5] for row in self.rows)], MAX_COLUMNS)]
+        lines = [*title, table([_HEADINGS[:5], *(astuple(row)[:5] for row in self.rows)], MAX_COLUMNS)]
         if self._has_evidence:
             lines += ["", _HEADINGS[5], table([(row.what, row.last_done) for row in self.rows], MAX_COLUMNS)]
         return "\n".join(lines)
@@ -105,7 +105,7 @@ class Contract:
     def long(self) -> str:
         """Return the contract as a table with one line for each row, however wide."""
         width = 6 if self._has_evidence else 5
-        body = table([_HEADINGS[:width], *(_cells(row)[:width] for row in self.rows)])
+        body = table([_HEADINGS[:width], *(astuple(row)[:width] for row in self.rows)])
         return f"Contract: {self.title}\n{body}"
 
     def __repr__(self) -> str:
@@ -139,10 +139,6 @@ def add_evidence(contract: Contract, last_done: Mapping[str, str]) -> Contract:
     """
     rows = tuple(replace(row, last_done=last_done.get(row.what, "-")) for row in contract.rows)
     return replace(contract, rows=rows)
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return (row.what, row.size, row.when, row.how, row.drift_allowed, row.last_done)
 
 
 def table(rows: Sequence[Sequence[str]], max_columns: int | None = None) -> str:
@@ -192,7 +188,10 @@ def _narrowed(columns: list[_Column], total: int) -> list[_Column]:
 
     words = [max((len(word) for text in column for word in text.split()), default=1) for column in texts[1:]]
     least = [max(map(len, texts[0])), *words]
-    limit = _limit(least, total)
+    # The largest width of a column so that all columns fit. Narrower columns keep their width.
+    limit = max(1, *least)
+    while limit > 1 and sum(min(width, limit) for width in least) > total:
+        limit -= 1
     columns = [at(index, limit) if width > limit else columns[index] for index, width in enumerate(least)]
     while sum(widths := [_width(column) for column in columns]) > total:
         found = []
@@ -204,11 +203,3 @@ def _narrowed(columns: list[_Column], total: int) -> list[_Column]:
         index = min(found)[-1]
         columns[index] = at(index, widths[index] - 1)
     return columns
-
-
-def _limit(widths: Sequence[int], total: int) -> int:
-    """Return the largest width of a column so that all columns fit into `total`. Narrower columns keep their width."""
-    limit = max(1, *widths)
-    while limit > 1 and sum(min(width, limit) for width in widths) > total:
-        limit -= 1
-    return limit

@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data as torch_data
 
-from syncline.checks import checked_count, checked_flag, checked_state, checked_truth, what_it_is
+from syncline.checks import (
+    checked_count,
+    checked_flag,
+    checked_state,
+    checked_truth,
+    suggests_arguments,
+    what_it_is,
+)
 from syncline.session.world import world
-from syncline.suggestions import suggests_arguments
 from syncline.words import one_line
+
+
+class _Position(NamedTuple):
+    """A position in the samples of an epoch, the same on all ranks."""
+
+    epoch: int
+    used: int
+    """The number of samples before this position. It can be below 0, because the samples `again` come first."""
+    again: tuple[int, ...] = ()
+    """Samples that come first from here on, because they were dealt to ranks that were lost."""
+
+    def after(self, num_samples: int) -> _Position:
+        """Return the position after so many further samples of all ranks."""
+        return _Position(self.epoch, self.used + num_samples, self.again[num_samples:])
 
 
 @suggests_arguments
@@ -84,20 +104,16 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         super().__init__(any_dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.pad = pad
         self._next_epoch = 0
-        self._begun = (0, 0)
-        """The current epoch, and the number of its samples that all ranks had used when this iteration began."""
+        self._begun = _Position(0, 0)
+        """Where this iteration began."""
         self._used = 0
         """The number of samples that this rank has used since this iteration began."""
-        self._resumed: tuple[int, int] | None = None
-        """The epoch and the number of used samples of a loaded position, until an iteration begins there."""
+        self._resumed: _Position | None = None
+        """The position that was loaded, until an iteration begins there."""
         self._places: tuple[int, ...] = (rank,)
         """The ranks, out of `num_replicas`, whose samples this rank uses. `sl.steps` gives it those of lost ranks."""
-        self._again: tuple[int, ...] = ()
-        """Samples that come first in the epoch `_again_in`, because they were dealt to ranks that were lost. The
-        position of this epoch begins that much earlier, even below 0."""
-        self._again_in = 0
-        self._deal: tuple[int, int, tuple[int, ...]] = (0, 0, ())
-        """The epoch, the position and `_again` when the samples were last dealt to these ranks."""
+        self._deal = _Position(0, 0)
+        """Where the samples were last dealt to these ranks."""
         self.when_resumed: Callable[[], object] | None = None
         """A function that is called once, when an iteration resumes at a loaded position within an epoch."""
         self._count_samples()
@@ -115,33 +131,30 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         return _Dealing(self)
 
-    def _begin(self) -> tuple[tuple[int, int], Iterator[int]]:
+    def _begin(self) -> tuple[_Position, Iterator[int]]:
         """Begin the next epoch. Return the position at which it begins, and this rank's indices from there on."""
         self.epoch = self._next_epoch
         self._next_epoch += 1
         resumed, self._resumed = self._resumed, None
-        self._begun = resumed if resumed and resumed[0] == self.epoch else (self.epoch, 0)
-        if self._begun is not resumed:
-            self._again = ()
-        self._used = 0
-        _, already = self._begun
-        if self._begun is not resumed or not (already or self._again):
+        self._begun, self._used = _Position(self.epoch, 0), 0
+        if resumed is None or resumed.epoch != self.epoch or resumed == self._begun:
             return self._begun, super().__iter__()
+        self._begun = resumed
         then, self.when_resumed = self.when_resumed, None
         if then is not None:
             then()
-        return self._begun, iter(self._after(already, self.rank))
+        return resumed, iter(self._after(resumed, self.rank))
 
     def _begin_places(self) -> list[list[int]]:
         """Begin the next epoch. Return the indices of each rank whose samples this rank uses, from there on."""
-        (_, already), _ = self._begin()
-        return [self._after(already, place) for place in self._places]
+        begun, _ = self._begin()
+        return [self._after(begun, place) for place in self._places]
 
-    def _after(self, already: int, rank: int) -> list[int]:
-        """Return a rank's indices of the epoch, without the first `already` samples, which all ranks have used."""
-        left = self._dealt(self.epoch, already)
+    def _after(self, position: _Position, rank: int) -> list[int]:
+        """Return a rank's indices of the epoch, from a position on."""
+        left = self._dealt(position)
         if self.pad and left:
-            order = self._ordered(self.epoch)
+            order = self._ordered(position.epoch)
             extra = -len(left) % self.num_replicas
             left += (order * (1 + extra // len(order)))[:extra]
         return left[rank :: self.num_replicas]
@@ -154,11 +167,10 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         order: list[int] = torch.randperm(self._num_samples, generator=g, device="cpu").tolist()
         return order
 
-    def _dealt(self, epoch: int, already: int) -> list[int]:
+    def _dealt(self, position: _Position) -> list[int]:
         """Return the indices that all ranks deal among them, from a position on. The last ones are not padded."""
-        again = self._again if epoch == self._again_in else ()
-        first = already + len(again)
-        return [*again, *self._ordered(epoch)[first : self._end(already)]]
+        epoch, already, again = position
+        return [*again, *self._ordered(epoch)[already + len(again) : self._end(already)]]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. The iteration after it is epoch `epoch + 1`.
@@ -181,21 +193,20 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         num_samples = checked_count("num_samples", num_samples, at_least=0)
         if self._resumed is not None and num_samples:
             raise ValueError(
-                f"expected a new iteration after a position was loaded (epoch {self._resumed[0]}, after "
-                f"{self._resumed[1]} samples of all ranks), got {num_samples} used samples of an iteration that began "
-                "before the load: end that iteration, and start a new one"
+                f"expected a new iteration after a position was loaded (epoch {self._resumed.epoch}, after "
+                f"{self._resumed.used} samples of all ranks), got {num_samples} used samples of an iteration that "
+                "began before the load: end that iteration, and start a new one"
             )
-        epoch, already = self._begun
-        left = self._num_left(already) - self._used
+        left = self._num_left_here
         if num_samples > left:
             raise ValueError(
                 f"expected num_samples from 0 to {left}, the number of samples that rank {self.rank} has left in epoch "
-                f"{epoch}, got {num_samples}"
+                f"{self._begun.epoch}, got {num_samples}"
             )
         self._used += num_samples
         # A rank whose shard is smaller stops at the last position that all ranks have in common.
-        if num_samples and already + self._used_by_all >= self._end(already):
-            self._begun, self._used = (epoch + 1, 0), 0
+        if num_samples and self._used_by_all >= self._end(self._begun.used) - self._begun.used:
+            self._begun, self._used = _Position(self._begun.epoch + 1, 0), 0
 
     @property
     def _used_by_all(self) -> int:
@@ -205,7 +216,10 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
     @property
     def _num_left_here(self) -> int:
         """The number of samples that this rank has left in the epoch, after those that `advance` has counted."""
-        return self._num_left(self._begun[1]) - self._used
+        left = self._end(self._begun.used) - self._begun.used
+        if self.pad:
+            return -(-left // self.num_replicas) * len(self._places) - self._used
+        return len(range(self.rank, left, self.num_replicas)) - self._used
 
     def _end(self, already: int) -> int:
         """Return the number of samples that all ranks have used at the end of an epoch.
@@ -219,29 +233,17 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
             already + left // self.num_replicas * self.num_replicas if self.drop_last else self._num_samples
         )
 
-    def _num_left(self, already: int) -> int:
-        """Return the number of samples that this rank uses in an iteration.
-
-        Args:
-            already: the number of samples of the epoch that all ranks had used when the iteration began.
-        """
-        left = self._end(already) - already
-        if self.pad:
-            return -(-left // self.num_replicas) * len(self._places)
-        return len(range(self.rank, left, self.num_replicas))
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch, and the number of its samples that all ranks have used.
 
         The number is right if all ranks advance equally. The state also contains the settings that determine the order.
         """
-        epoch, begun = self._resumed or self._begun
-        return self._place(epoch, begun, 0 if self._resumed else self._used_by_all)
+        return self._state_at(self._resumed or self._begun.after(self._used_by_all))
 
-    def _place(self, epoch: int, begun: int, used: int) -> dict[str, Any]:
-        again = list(self._again[used:]) if epoch == self._again_in else []
-        place = {"epoch": epoch, "used": begun + used + len(again), **self._order()}
-        return place | {"again": again} if again else place
+    def _state_at(self, position: _Position) -> dict[str, Any]:
+        epoch, already, again = position
+        state = {"epoch": epoch, "used": already + len(again), **self._order()}
+        return state | {"again": list(again)} if again else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved position, at which the next iteration resumes.
@@ -272,14 +274,12 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
                 f"{'; '.join(differing)}. Create the sampler with the saved values, or remove the sampler's state from "
                 "the saved state"
             )
-        self._resumed = (epoch, used - len(again))
-        self._again, self._again_in = again, epoch
-        self._deal = (epoch, used - len(again), again)
+        self._resumed = self._deal = _Position(epoch, used - len(again), again)
         self.epoch = self._next_epoch = epoch
 
     def _where(self) -> tuple[int, int]:
         """Return the epoch, and the number of samples that this rank has used in it since the samples were dealt."""
-        return (self._resumed[0], 0) if self._resumed is not None else (self._begun[0], self._used)
+        return (self._resumed.epoch, 0) if self._resumed is not None else (self._begun.epoch, self._used)
 
     def _place_after(self, used: Mapping[int, tuple[int, int]]) -> dict[str, Any]:
         """Return the position at which ranks go on that have used unequal numbers of samples.
@@ -291,20 +291,20 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         """
         now = max(epoch for epoch, _ in used.values())
         again: list[int] = []
-        for epoch in range(self._deal[0], now + 1):
-            first, unused = self._deal[1:] if epoch == self._deal[0] else (0, ())
-            dealt = [*unused, *self._ordered(epoch)[first + len(unused) : self._end(first)]]
+        for epoch in range(self._deal.epoch, now + 1):
+            begun = self._deal if epoch == self._deal.epoch else _Position(epoch, 0)
+            dealt = self._dealt(begun)
             end = len(dealt)
             if epoch == now:
                 most = max(number for last, number in used.values() if last == now)
-                end = min(end, max(most * self.num_replicas, len(unused)))
+                end = min(end, max(most * self.num_replicas, len(begun.again)))
             for index in range(end):
                 last, number = used.get(index % self.num_replicas, (-1, 0))
                 if last < epoch or (last == epoch and index // self.num_replicas >= number):
                     again.append(dealt[index])
         if end == len(dealt) and not again:
-            return self._place(now + 1, 0, 0)
-        return {**self._place(now, 0, 0), "used": first + end, "again": again}
+            return self._state_at(_Position(now + 1, 0))
+        return self._state_at(_Position(now, begun.used + end - len(again), tuple(again)))
 
     def _deal_to(self, num_replicas: int, places: Sequence[int]) -> None:
         """Divide the samples that are left in the epoch among another number of ranks, from the next iteration on.
@@ -355,7 +355,7 @@ class _Dealing(Iterator[int]):
     def __init__(self, sampler: DistributedSampler) -> None:
         self._sampler = sampler
         self._indices: Iterator[int] | None = None
-        self._begun = (0, 0)
+        self._begun = _Position(0, 0)
         self._num_dealt = 0
 
     def __next__(self) -> int:
@@ -368,11 +368,10 @@ class _Dealing(Iterator[int]):
     def state_dict(self) -> dict[str, Any]:
         if self._indices is None:
             return self._sampler.state_dict()
-        epoch, already = self._begun
-        used = self._num_dealt * self._sampler.num_replicas
-        if already + used >= self._sampler._end(already):
-            epoch, already, used = epoch + 1, 0, 0
-        return self._sampler._place(epoch, already, used)
+        position = self._begun.after(self._num_dealt * self._sampler.num_replicas)
+        if position.used >= self._sampler._end(self._begun.used):
+            position = _Position(position.epoch + 1, 0)
+        return self._sampler._state_at(position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sampler.load_state_dict(state)

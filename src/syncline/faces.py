@@ -17,38 +17,12 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
 _IMPORTING = threading.RLock()
 """A lock that is held during each import. Ranks can be threads. Without this lock, two of them could import modules of
 one package at the same time, and wait forever for each other's import locks."""
-
-
-class _Face(ModuleType):
-    """A package that imports a public name when a program uses the name for the first time."""
-
-    _module_of: dict[str, str]
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self._module_of:
-            text = f"module {self.__name__!r} has no attribute {name!r}{_meant(name, self._module_of)}"
-            raise AttributeError(text, name=name, obj=self)
-        module = self._module_of[name]
-        with _IMPORTING:
-            if module == self.__name__:
-                found: Any = importlib.import_module(f"{module}.{name}")
-            else:
-                found = getattr(importlib.import_module(module), name)
-        setattr(self, name, found)
-        return found
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._module_of})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # cloudpickle sends only plain modules by name. Ray and submitit send functions with it, which use packages.
-        return importlib.import_module, (self.__name__,)
 
 
 def hand_out(package: str) -> None:
@@ -60,14 +34,29 @@ def hand_out(package: str) -> None:
     Args:
         package: the `__name__` of the package.
     """
-    face = sys.modules[package]
+    face = vars(sys.modules[package])
     root = package.partition(".")[0]
     imported = _imports_in(sys._getframe(1).f_code)
     module_of = {
         name: module for module, name in imported if module.partition(".")[0] == root and module != __name__
     }
-    face.__class__ = _Face
-    vars(face).update(_module_of=module_of, __all__=sorted(module_of))
+
+    def get(name: str) -> Any:
+        if name not in module_of:
+            text = f"module {package!r} has no attribute {name!r}{_meant(name, module_of)}"
+            raise AttributeError(text, name=name, obj=sys.modules[package])
+        module = module_of[name]
+        with _IMPORTING:
+            if module == package:
+                found: Any = importlib.import_module(f"{module}.{name}")
+            else:
+                found = getattr(importlib.import_module(module), name)
+        face[name] = found
+        return found
+
+    # The module stays a plain one, because cloudpickle sends only such modules by name. Ray and submitit send functions
+    # with it, which use packages.
+    face.update(__getattr__=get, __dir__=lambda: sorted({*face, *module_of}), __all__=sorted(module_of))
 
 
 def _meant(name: str, known: Iterable[str]) -> str:

@@ -26,9 +26,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parameter import is_lazy
 
 from syncline._torch.modules import COPIED_WITH_A_LAYER, BatchNorm
-from syncline.checks import checked_count, checked_kind, checked_number, checked_truth
+from syncline.checks import checked_count, checked_kind, checked_number, checked_truth, suggests_arguments
 from syncline.session.world import transport_of
-from syncline.suggestions import suggests_arguments
 from syncline.transport.base import Transport
 
 __all__ = ["SyncBatchNorm"]
@@ -271,17 +270,13 @@ def _gather_moments(x: Tensor, transport: Transport) -> tuple[Tensor, Tensor, Te
     rows = mine.new_empty(transport.size * mine.numel())
     transport.all_gather(rows, mine).wait()
     means, m2s, counts = rows.to(x.device).view(transport.size, -1).split([num_channels, num_channels, 1], 1)
-    if num_local <= 1:  # otherwise the total is above 1 anyway, and reading it would block on a GPU
-        _check_enough(int(counts.sum()), transport)
-    return pool_moments(counts, means, m2s)
-
-
-def _check_enough(num_values: int, transport: Transport) -> None:
-    if num_values <= 1:
+    # If this rank has two values, the total is above 1 anyway, and reading it would block on a GPU.
+    if num_local <= 1 and (num_values := int(counts.sum())) <= 1:
         raise ValueError(
             f"expected more than 1 value per channel in training, got {num_values} over all {transport.size} ranks: "
             "use a larger batch, or call eval() on the module"
         )
+    return pool_moments(counts, means, m2s)
 
 
 # ---------------------------------------------------------------------- forward and backward
@@ -297,7 +292,7 @@ class _SyncBatchNormFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, transport: Transport
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        wide = x.to(_wide(x.dtype))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         num_values, mean, var = _gather_moments(wide, transport)
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), num_values)
         ctx.transport = transport
@@ -335,10 +330,6 @@ class _SyncBatchNormFunction(torch.autograd.Function):
 
 
 _sync_batch_norm: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = _SyncBatchNormFunction.apply
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _as(tensor: Tensor | None, other: Tensor) -> Tensor | None:

@@ -42,16 +42,16 @@ class BucketRecord:
     """Time for which backward waited at its end until this bucket was reduced."""
 
     def __repr__(self) -> str:
-        size, parameters = format_bytes(self.payload_bytes), format_count(len(self.parameters), "parameter")
-        return one_line(
-            self, f"{self.index}, {size}, {parameters}, waited {format_time(self.waited_seconds)}"
-        )
+        return one_line(self, f"{self._what()}, waited {format_time(self.waited_seconds)}")
 
     def __str__(self) -> str:
         when = "at the end of backward" if self.trigger is None else f"when {self.trigger} was ready"
-        size, parameters = format_bytes(self.payload_bytes), format_count(len(self.parameters), "parameter")
         sent = f"sent {when}, at {format_time(self.launched_seconds)}"
-        return f"bucket {self.index}, {size}, {parameters}: {sent}, waited {format_time(self.waited_seconds)}"
+        return f"bucket {self._what()}: {sent}, waited {format_time(self.waited_seconds)}"
+
+    def _what(self) -> str:
+        parameters = format_count(len(self.parameters), "parameter")
+        return f"{self.index}, {format_bytes(self.payload_bytes)}, {parameters}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

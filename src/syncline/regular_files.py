@@ -30,7 +30,8 @@ def open_regular(path: str | os.PathLike[str]) -> tuple[BinaryIO, int]:
     """
     # First, because opening a device may change the state of the device.
     _check_is_regular(os.stat(path), path)
-    fd = os.open(path, os.O_RDONLY | _flags("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
+    flags = (getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
+    fd = os.open(path, os.O_RDONLY | sum(flags))  # those that this system has
     try:
         found = os.fstat(fd)
         _check_is_regular(found, path)
@@ -49,14 +50,6 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
     file, size = open_regular(path)
     with file:
         return file.read(size) if size else b""
-
-
-def _flags(*names: str) -> int:
-    """Return these flags of `os.open`. A flag that this system does not have counts as 0."""
-    found = 0
-    for name in names:
-        found |= getattr(os, name, 0)
-    return found
 
 
 def _check_is_regular(found: os.stat_result, path: str | os.PathLike[str]) -> None:

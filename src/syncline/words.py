@@ -165,15 +165,17 @@ def describe_difference(
     if len(groups) < 2:
         return None
     reference = min(groups, key=lambda lines: (-len(groups[lines]), groups[lines]))
-    expected = (
-        "those of most ranks" if _is_majority(groups, reference) else f"those of rank {groups[reference][0]}"
-    )
+    is_majority = 2 * len(groups[reference]) > len(descriptions)
+    expected = "those of most ranks" if is_majority else f"those of rank {groups[reference][0]}"
     text = [f"{title}: the ranks do not agree. The expected values are {expected}."]
     for lines, ranks in groups.items():
         if lines is not reference:
             here, there = describe_ranks(ranks), describe_ranks(groups[reference])
             text.append(f"{here} against {there}:")
-            text += _capped(_entries(lines, reference, here, there))
+            entries = _entries(lines, reference, here, there)
+            text += [line for entry in entries[:_MAX_ENTRIES] for line in entry]
+            if len(entries) > _MAX_ENTRIES:
+                text.append(f"  and {len(entries) - _MAX_ENTRIES} more")
     return "\n".join([*text, remedy])
 
 
@@ -299,10 +301,6 @@ def outside_of_largest(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sorted(rank for group in groups[1:] for rank in group))
 
 
-def _is_majority(groups: dict[tuple[str, ...], list[int]], reference: tuple[str, ...]) -> bool:
-    return 2 * len(groups[reference]) > sum(len(ranks) for ranks in groups.values())
-
-
 def _name_and_properties(line: str) -> tuple[str, str]:
     for separator in ("  ", ": "):
         name, found, properties = line.partition(separator)
@@ -354,9 +352,3 @@ def _entries(lines: Sequence[str], reference: Sequence[str], here: str, there: s
 
 def _line(key: tuple[str, int], properties: dict[tuple[str, int], str]) -> str:
     return f"{key[0]}  {properties[key]}".rstrip()
-
-
-def _capped(entries: list[list[str]]) -> list[str]:
-    shown = [line for entry in entries[:_MAX_ENTRIES] for line in entry]
-    hidden = len(entries) - _MAX_ENTRIES
-    return [*shown, f"  and {hidden} more"] if hidden > 0 else shown

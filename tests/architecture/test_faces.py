@@ -6,7 +6,6 @@ The page docs/inside/architecture.md shows the rooms in the order of their impor
 from __future__ import annotations
 
 import ast
-import pickle
 import re
 from pathlib import Path
 
@@ -111,11 +110,6 @@ def test_an_import_of_an_inside_is_seen() -> None:
         "from syncline.gradients.riders.base import Rider\nfrom syncline.errors import SynclineError\n"
     )
     assert insides_imported_by(source) == {"transport", "gradients"}
-
-
-def test_the_package_is_pickled_by_its_name() -> None:
-    # Ray and others send functions by cloudpickle, with the packages that they use. It knows plain modules only.
-    assert pickle.loads(pickle.dumps(syncline)) is syncline
 
 
 def test_an_abbreviation_of_a_public_name_is_explained() -> None:

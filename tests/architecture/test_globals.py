@@ -21,11 +21,12 @@ from tests.architecture.test_imports import SOURCES, Sources, assert_none, nodes
 ALLOWED = {
     "syncline.events.observer.OBSERVERS": "what happens in the process is passed to its observers",
     "syncline.faces._IMPORTING": "threads that ask for public names at once import one module after the other",
-    "syncline._torch.gloo._MAKER": "threads create groups at once, by one name of torch",
+    "syncline._torch.process_groups._MAKER": "threads create groups at once, by one name of torch",
     "syncline._torch.modules._in_this_thread": "torch stores the wrapper whose forward runs in a class, of all threads",
     "syncline._torch.modules._is_kept_out": "torch's compiler, which is configured, is of the process",
     "syncline._torch.optimizers._lock": "guards _scalers",
     "syncline._torch.optimizers._scalers": "torch's GradScaler, a class, reports scalers; torch keeps no list of them",
+    "syncline.checkpoint.objects._READING": "torch's generators, and the garbage collector, are of the process",
     "syncline.gradients.backward._births": "numbers objects in the order of their creation",
     "syncline.gradients.riders.nonfinite._numbers": "numbers steps, so that marks of two reducers differ",
     "syncline.gradients.step_guard._CHECKS": "torch's hooks before the steps of all optimizers are of the process",
@@ -35,7 +36,8 @@ ALLOWED = {
     "syncline.liveness.connection._lock": "guards the file descriptors of the process",
     "syncline.session.registry.REGISTRY": "what is attached to a user's modules, found by kind",
     "syncline.session.world._SESSION": "the session of the process",
-    "syncline.transport.watched_work.under_way": "each wait drives the operations of all groups of the process",
+    "syncline.transport.watched.under_way": "each wait drives the operations of all groups of the process",
+    "syncline.torch_backend.work.ENDED": "all calls that have ended share it: it has ended, and makes one future",
     "syncline.user_code._main_state": "an address that is noted when the process starts, and in a fork",
 }
 """Dotted name of a variable: the reason why it is mutable and no field of an object."""

@@ -10,13 +10,13 @@ import ast
 import functools
 import importlib
 import json
-import pickle
 import shutil
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -460,10 +460,9 @@ assert all(name in vars(syncline) for name in syncline.__all__)
 
 
 @pytest.mark.parametrize("name", ["syncline", "syncline.session", "syncline.testing"])
-def test_the_package_can_be_pickled(name: str) -> None:
-    """Ray and submitit pickle functions of a script together with the modules that they use."""
-    module = importlib.import_module(name)
-    assert pickle.loads(pickle.dumps(module)) is module
+def test_cloudpickle_sends_the_package_by_its_name(name: str) -> None:
+    """Ray and submitit send functions of a script with it. It sends modules by name, but not objects of subclasses."""
+    assert type(importlib.import_module(name)) is ModuleType
 
 
 def test_imports_have_no_side_effects_and_threads_find_all_names_of_the_package() -> None:
@@ -489,7 +488,7 @@ def test_imports_upwards_circles_and_rooms_without_a_place_are_found(tmp_path: P
         "words.py": "\ndef f() -> None:\n    from syncline import checks\n",
         "checks.py": "\nimport syncline\n",
         "trees.py": "\nif TYPE_CHECKING:\n    from syncline.transport.base import Transport\n",
-        "transport/work.py": "\nif TYPE_CHECKING:\n    from .watched_work import under_way\n",
+        "transport/work.py": "\nif TYPE_CHECKING:\n    from .watched import under_way\n",
         "newcomer.py": "\n",
     }
     for name, text in wrong.items():

@@ -60,7 +60,7 @@ OURS = {
     ("frameworks.lightning_methods", "_ddp_kwargs"): "an attribute of Lightning's DDPStrategy",
     ("frameworks.lightning_methods", "_determine_ddp_device_ids"): "an attribute of Lightning's DDPStrategy",
     ("frameworks.lightning_methods", "_layer_sync"): "an attribute of Lightning's DDPStrategy",
-    ("checkpoint.dataloaders", "_it"): "an attribute of torchdata's Loader",
+    ("checkpoint.objects", "_it"): "an attribute of torchdata's Loader",
     ("testing.hosts", "_close"): "a method of Hosts",
 }
 """Uses of such a name on an object that is Syncline's, and why."""

@@ -110,7 +110,9 @@ def test_a_parameter_that_differs_is_named_with_its_rank() -> None:
         with torch.no_grad():
             net[4].weight.view(torch.int32)[0, 1] ^= 1
     finding = the_finding(asked(net, batch()))
-    assert finding.what == "between ranks (ranks 0, 2 | rank 1): 4.weight differs before the run"
+    assert finding.what.startswith(
+        "between ranks (ranks 0, 2 | rank 1): 4.weight differs before the run (sum "
+    )
     assert (finding.module, finding.kind, finding.ranks) == ("4", "Linear", (1,))
     assert "sl.broadcast_(module)" in finding.causes[0]
 
@@ -159,7 +161,7 @@ def test_an_attribute_a_mode_or_a_number_of_threads_that_differs_is_the_cause() 
     scales.scale = 1.0 + dist.get_rank()
     finding = the_finding(asked(made(scales), batch()))
     assert (finding.module, finding.ranks) == ("3", (1,))
-    assert " of 24 elements differ, by up to " in finding.what
+    assert "returns another output for equal inputs (sum " in finding.what
     assert finding.causes == ("its attribute scale differs: 1.0 (rank 0), 2.0 (rank 1)",)
     net = made()
     net[1].train(dist.get_rank() == 0)

@@ -33,17 +33,16 @@ def test_doubts_stand_beside_disagreements() -> None:
     assert not report.agrees
 
 
-def test_ranks_with_data_of_their_own_differ_by_as_much_as_they_do() -> None:
-    for differences, text in (
-        (["by 1", "by 2"], "ranks 0, 1, it differs (rank 0: by 1)"),
-        (["", "by 2"], "ranks 0, 1, it differs (rank 1: by 2)"),
+def test_ranks_with_data_of_their_own_have_one_finding_with_the_first_ranks_sums() -> None:
+    for amounts, text in (
+        (["sum 1 | sum 2", "sum 3 | sum 5"], "ranks 0, 1, it differs (rank 0: sum 1 | sum 2)"),
         (["", ""], "ranks 0, 1, it differs"),
     ):
         own = OwnFinding(module="mix", kind="Mix", what="it differs", causes=())
-        (found,) = merged([[own._replace(size=size)] for size in differences])
+        (found,) = merged([own._replace(amounts=one) for one in amounts])
         assert (found.what, found.ranks) == (text, (0, 1))
 
 
 def test_other_causes_are_other_findings() -> None:
-    told = [[OwnFinding(module="mix", kind="Mix", what="it differs", causes=(cause,))] for cause in "aba"]
+    told = [OwnFinding(module="mix", kind="Mix", what="it differs", causes=(cause,)) for cause in "aba"]
     assert [(one.ranks, one.causes) for one in merged(told)] == [((0, 2), ("a",)), ((1,), ("b",))]

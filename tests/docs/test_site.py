@@ -8,7 +8,6 @@ import http.server
 import itertools
 import json
 import os
-import re
 import shutil
 import sys
 import threading

@@ -552,7 +552,7 @@ def watched_awaits(moments: Moments) -> Any:
             (store, at_store, "set", "set_first", "multi_get", "get", "readable", "has"),
             (hub, at_call, "connected", "accepted", "send_rows", "receive_rows", "send_file", "receive_file"),
             (dist, at_call, "init_process_group"),
-            (pkgutil.resolve_name("syncline._torch.gloo"), at_call, "_own_address"),
+            (pkgutil.resolve_name("syncline._torch.process_groups"), at_call, "_own_address"),
             (pkgutil.resolve_name("syncline.transport.c10d_groups"), at_call, "new_group_of"),
             (Transport, at_call, "all_reduce", "all_gather", "broadcast", "send", "recv", "barrier"),
         ):

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
-from syncline.checkpoint.files import LocalFiles
+from syncline.checkpoint.files import Files
 
 STRATEGIES: dict[str, Any] = {
     "every-step": {},
@@ -35,7 +35,7 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-class Disk(LocalFiles):
+class Disk(Files):
     """It may be full."""
 
     is_full = False

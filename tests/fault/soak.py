@@ -190,7 +190,7 @@ def _arrange(plan: Round, t: SharedMemoryTransport) -> None:
     if plan.victim == t.rank:
         after(plan.after_seconds, lambda: os.kill(os.getpid(), signal.SIGKILL))
     if plan.stopped is not None and t.rank == 0:
-        pid = t.peers.pids[plan.stopped]
+        pid = t.peers.processes[plan.stopped].pid
 
         def stop() -> None:
             os.kill(pid, signal.SIGSTOP)

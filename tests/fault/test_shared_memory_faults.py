@@ -36,7 +36,6 @@ from syncline.transport import C10dTransport, Transport
 from syncline.transport.shared_memory import (
     SharedMemoryTransport,
     SharedMemoryUnavailable,
-    core,
     hub,
     memory,
 )
@@ -263,7 +262,7 @@ def test_auto_falls_back_and_says_so_once(lacks: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(memory, "available_bytes", lambda: ENOUGH_TO_MEET)
         reason = "MB of shared memory are needed"
     else:
-        monkeypatch.setattr(core, "native_library", missing)
+        monkeypatch.setattr(hub, "native_library", missing)
     transports = sys.modules["syncline.session.world"]._SESSION.transports  # type: ignore[attr-defined]
     monkeypatch.setattr(transports, "_has_warned", False)
     with warnings.catch_warnings(record=True) as caught:
@@ -294,7 +293,7 @@ def test_shm_without_the_library_raises(monkeypatch: pytest.MonkeyPatch) -> None
     rank = dist.get_rank()
     with monkeypatch.context() as patched:
         if rank == 1:
-            patched.setattr(core, "native_library", missing)
+            patched.setattr(hub, "native_library", missing)
         with pytest.raises(SynclineError, match="rank 1: the native library was not built"):
             sl.init(transport="shm")
     assert sl.mean(float(rank)) == 0.5

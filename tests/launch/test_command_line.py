@@ -49,7 +49,6 @@ NUMBERS = [
     "bench -n {}",
     "bench --rounds {}",
     "bench --sizes {}G",
-    "watch --every 1e400 .",
 ]
 
 
@@ -212,7 +211,6 @@ WITHOUT_EFFECT = [
     "plan --trace {} --bandwidth 1Gbit",
     "plan --parameters 1M --compute 1s --engine gloo -n 1",
     "plan --parameters 1M --compute 1s --engine nccl --cores 4",
-    "watch --once --every 2 {}",
     "run --node-rank 1 {}/program.py",
 ]
 

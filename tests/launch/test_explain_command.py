@@ -207,6 +207,26 @@ def test_a_script_that_fails(explain: Explain) -> None:
     assert done.returncode == 7
 
 
+def test_a_rank_that_fails_after_the_step(explain: Explain) -> None:
+    code = """
+import pathlib, time, torch, syncline as sl
+world, shown = sl.init(), pathlib.Path("shown")
+ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+try:
+    for step in range(4):
+        while step == 3 and world.rank == 1:
+            assert not shown.exists(), "no batch"
+            time.sleep(0.01)
+        ddp(torch.ones(1, 2)).sum().backward()
+finally:
+    shown.touch()
+"""
+    done = explain(code)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("AssertionError: no batch") == 1
+    assert "Contract: DistributedDataParallel(Linear), 2 ranks" in done.stdout
+
+
 def test_a_script_with_nothing_to_show(explain: Explain) -> None:
     done = explain("print('hello')")
     assert (done.returncode, done.stdout) == (1, "hello\n")

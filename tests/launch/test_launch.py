@@ -19,7 +19,7 @@ import torch
 import syncline as sl
 from forks import is_running
 from syncline import PeerFailed, PeerLost, SynclineError
-from syncline.tools.launch import function_ranks
+from syncline.tools.launch import function
 from syncline.tools.launch.guardian import Guardian
 
 if TYPE_CHECKING:
@@ -191,23 +191,23 @@ def test_a_killed_rank_is_named() -> None:
 
 def let_time_be_up_when_one_rank_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the others take to start and to end."""
-    running, passed_seconds = function_ranks.FunctionRanks._running, 0.0
+    running, passed_seconds = function.FunctionRanks._running, 0.0
 
-    def looked(ranks: function_ranks.FunctionRanks) -> list[int]:
+    def looked(ranks: function.FunctionRanks) -> list[int]:
         nonlocal passed_seconds
         found = running(ranks)
         passed_seconds = 3000.0 if len(found) == 1 else passed_seconds
         return found
 
-    monkeypatch.setattr(function_ranks.FunctionRanks, "_running", looked)
+    monkeypatch.setattr(function.FunctionRanks, "_running", looked)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_seconds)
-    monkeypatch.setattr(function_ranks, "time", clock)
+    monkeypatch.setattr(function, "time", clock)
 
 
 def test_a_timeout_names_the_ranks_and_shows_their_stacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(function_ranks, "_STACKS_SECONDS", 3.0)
+    monkeypatch.setattr(function, "_STACKS_SECONDS", 3.0)
     let_time_be_up_when_one_rank_is_left(monkeypatch)
 
     def waits_forever() -> None:

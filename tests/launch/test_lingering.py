@@ -22,9 +22,9 @@ Path(f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
 LAUNCHER = """
 import sys
 from syncline.tools.cli import main
-from syncline.tools.launch import losses
+from syncline.tools.launch import stopping
 
-losses._LINGERING_SECONDS = 1.5
+stopping._LINGERING_SECONDS = 1.5
 sys.exit(main(["run", "-n", "2", "program.py"]))
 """
 

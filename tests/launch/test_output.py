@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from syncline.session import record_failure
-from syncline.tools.launch.display import DisplayOfRank0
+from syncline.tools.launch.display import Display, DisplayOfRank0
 from syncline.tools.launch.failures import ErrorRecord, Failure
 from syncline.tools.launch.output import Forwarder, Lines, RankLogs
 
@@ -47,7 +47,7 @@ def test_a_line_without_end_does_not_grow_for_ever() -> None:
 
 def test_pipes_are_copied_to_the_terminal_with_a_prefix_and_to_a_file_without(tmp_path: Path) -> None:
     read_fd, write_fd = os.pipe()
-    forwarder = Forwarder()
+    forwarder = Forwarder(Display())
     kept = tmp_path / "kept.log"
     tails = [
         forwarder.add(
@@ -75,7 +75,7 @@ def test_pipes_are_copied_to_the_terminal_with_a_prefix_and_to_a_file_without(tm
 def test_ranks_are_not_held_up_when_nobody_reads_the_output_any_more(tmp_path: Path) -> None:
     read_fd, write_fd = os.pipe()
     os.close(read_fd)
-    forwarder = Forwarder()
+    forwarder = Forwarder(Display())
     tail = forwarder.add(tmp_path / "0", to_fd=write_fd, prefix="")
     forwarder.start()
     with open(tmp_path / "0", "w") as pipe:
@@ -88,7 +88,7 @@ def test_ranks_are_not_held_up_when_nobody_reads_the_output_any_more(tmp_path: P
 def test_a_restart_names_the_rank_that_failed_and_not_one_that_met_its_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logs = RankLogs(scratch=tmp_path, keep_in=None, prefix="")
+    logs = RankLogs(scratch=tmp_path, keep_in=None, prefix="", display=Display())
     envs = {
         local_rank: {
             "RANK": str(local_rank + 4),

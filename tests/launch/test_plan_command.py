@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import hangs
-from syncline.tools.plan import load_machine
+from syncline.tools.plan.machine import load_machine
 
 pytestmark = pytest.mark.real
 

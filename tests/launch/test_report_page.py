@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.unit.made_traces import MadeRank, MadeRun, rows
 
-from syncline.tools.plan import UNMEASURED
+from syncline.tools.plan.machine import UNMEASURED
 from syncline.tools.report.document import document_of
 from syncline.tools.report.load import ProcessTrace
 from syncline.tools.report.page import page

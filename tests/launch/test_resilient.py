@@ -471,7 +471,7 @@ def test_a_rank_cannot_join_shards_but_the_others_train_on(tmp_path: Path, forks
 def test_a_rank_that_is_lost_during_a_look_is_no_failure() -> None:
     """torch's own look ends all ranks if one has failed. So it is left out while all ranks seem to run."""
     running = SimpleNamespace(proc=SimpleNamespace(pid=1, poll=lambda: None))
-    ranks: Any = SimpleNamespace(subprocess_handlers={0: running, 1: running})
+    ranks: Any = SimpleNamespace(subprocess_handlers={0: running, 1: running}, error_files=["none"] * 2)
 
     def look_of_torch(ranks: Any) -> None:
         raise AssertionError("a rank could be lost just now")

@@ -90,7 +90,7 @@ def test_sigterms_within_two_seconds_are_one_signal() -> None:
     done: list[str] = []
     workers: Any = SimpleNamespace(
         are_running=False,
-        pass_on=lambda number, ends: done.append(number.name) or True,
+        pass_on=lambda number: done.append(number.name) or True,
         kill=lambda: done.append("kill"),
     )
     with Interruption(workers, ["SIGTERM", "SIGINT"], None) as interruption:

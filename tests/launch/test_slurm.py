@@ -139,7 +139,7 @@ try:
             optimizer.zero_grad()
             ddp(torch.full((1, 2), float(world.rank))).square().mean().backward()
             optimizer.step()
-        if state.step == 5 and not is_second_life:
+        if step.is_committed and state.step == 5 and not is_second_life:
             checkpointer.save(state)
             (folder / f"{node} trains").write_text(f"{os.getppid()}")
         if last is None and (sl.world().size < world.size or is_second_life):
@@ -362,7 +362,7 @@ def test_a_lost_node_costs_a_step_and_with_too_few_ranks_the_job_goes_back_to_th
         slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+4")  # SLURM would wait for two minutes
     slurm.wait_for(tmp_path / "done", job)
     first, size = map(int, (tmp_path / "done").read_text().split())
-    assert (first, size) == ((5, 2) if min_ranks == 2 else (0, 1))
-    slurm.wait_for_state("JobState=COMPLETED", job)
     out = (slurm.folder / f"slurm-{job}.out").read_text()
+    assert (first, size) == ((5, 2) if min_ranks == 2 else (0, 1)), out
+    slurm.wait_for_state("JobState=COMPLETED", job)
     assert ("expected at least 2 ranks (min_ranks)" in out) is (min_ranks == 2), out

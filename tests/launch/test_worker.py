@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import hangs
-from syncline.tools.launch.command import worker_command
+from syncline.tools.launch.worker import worker_command
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:

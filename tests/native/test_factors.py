@@ -12,8 +12,7 @@ from torch import Tensor
 
 from instruction_sets import bits, instruction_sets, on
 from support.cases import case
-from syncline.compression.factors import Factors
-from syncline.compression.kernels import NativeFactors, can_encode
+from syncline.compression.power_sgd import Factors, NativeFactors
 from syncline.native import find_library
 
 pytestmark = [
@@ -105,10 +104,3 @@ def test_long_rows_long_columns_and_threads_change_nothing() -> None:
                     assert torch.equal(bits(tensor), bits(torch_form[name]))
                 else:
                     torch.testing.assert_close(tensor, torch_form[name], rtol=1e-4, atol=2e-2)
-
-
-def test_other_tensors_take_the_form_in_pytorch() -> None:
-    values = torch.zeros(256)
-    assert can_encode(values, None)
-    for other in (values.double(), values[::2], values.to("meta"), torch.nn.Parameter(values)):
-        assert not can_encode(values, other)

@@ -46,7 +46,7 @@ def _apply(entries: dict[str, _File | _Directory], what: dict[str, _File | _Dire
             entries[name] = node
 
 
-class FaultyFiles:
+class FaultyFiles(Files):
     """`Files` that crash before the `crash_at`-th thing that is done to them, and run full at `full_at`."""
 
     def __init__(self, *, crash_at: int | None = None, full_at: int | None = None) -> None:
@@ -86,9 +86,6 @@ class FaultyFiles:
 
     def read(self, path: str) -> bytes:
         return self._file(path).content
-
-    def size(self, path: str) -> int:
-        return len(self._file(path).content)
 
     def map(self, path: str) -> memoryview:
         return memoryview(bytearray(self._file(path).content))

@@ -24,7 +24,7 @@ from support.cases import case
 from support.values import exact
 from syncline import CheckpointCorrupt, Checkpointer, ContractMismatch, SynclineError, TrainState
 from syncline.checkpoint.directory import read_manifest
-from syncline.checkpoint.files import LocalFiles
+from syncline.checkpoint.files import Files
 from syncline.transport import Transport, run_ranks
 
 
@@ -107,7 +107,7 @@ def test_what_is_the_same_on_all_ranks_is_written_once(tmp_path: Path) -> None:
     (saved,) = tmp_path.iterdir()
     files = {f"{name}.safetensors" for name in ("rank-0", "rank-1", "shared")}
     assert {path.name for path in saved.iterdir()} == {"manifest.json", *files}
-    manifest = read_manifest(LocalFiles(), str(saved))
+    manifest = read_manifest(Files(), str(saved))
     own = manifest.files["rank-1.safetensors"].tensors.keys()
     assert {"mine.value.1"} <= own <= {"mine.value.1", "rng.torch"}
     assert "model.0.weight" in manifest.files["shared.safetensors"].tensors

@@ -90,19 +90,13 @@ def test_what_cannot_be_held_is_refused_by_its_place() -> None:
         with case(kind), pytest.raises(TypeError, match=text):
             encode({"groups": [0, {"x": value}]}, "mine")
     tensors = {
-        "of layout torch.sparse_coo and dtype torch.float32, which": torch.zeros(2, 2).to_sparse(),
-        "on the meta device": torch.zeros(2, device="meta"),
-        "of torch.float8_e4m3fnuz": torch.zeros(2, dtype=torch.float8_e4m3fnuz),
+        "expected mine.x to be a dense tensor, got torch.sparse_coo": torch.zeros(2, 2).to_sparse(),
+        "expected mine.x to have values, got a tensor on the meta device": torch.zeros(2, device="meta"),
+        "mine.x is a tensor of torch.float8_e4m3fnuz": torch.zeros(2, dtype=torch.float8_e4m3fnuz),
     }
-    for kind, tensor in tensors.items():
-        with case(kind), pytest.raises(ValueError, match=f"^mine.x is a tensor {kind}"):
+    for text, tensor in tensors.items():
+        with case(text), pytest.raises(ValueError, match=f"^{text}"):
             encode({"x": tensor}, "mine")
-
-
-def test_an_integer_that_python_would_not_read_is_refused() -> None:
-    assert decode(json.loads(json.dumps(encode({"x": -(2**8191)}, "mine")[0])), {}) == {"x": -(2**8191)}
-    with pytest.raises(ValueError, match=r"^mine\.x is an integer of 8193 bits"):
-        encode({"x": 2**8192}, "mine")
 
 
 def test_a_tensor_that_occurs_twice_is_stored_once_and_comes_back_as_one() -> None:

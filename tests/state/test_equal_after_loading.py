@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 import syncline as sl
 from support.cases import case
 from syncline import Checkpointer, ReplicaDivergence, TrainState
-from syncline.checkpoint.rollback import agree_on_loaded
+from syncline.checkpoint.rollback import Before, load_together
 from syncline.transport import Transport, run_ranks
 
 
@@ -128,6 +128,10 @@ def test_what_was_sharded_and_is_not_any_more_is_compared() -> None:
 
 def test_another_shape_or_type_or_name_is_a_difference() -> None:
     own = {"x": torch.zeros(2, 2)}
+
+    def load(t: Transport, other: dict[str, Tensor]) -> None:
+        load_together(t, "loading", Before(TrainState()), lambda: {"z": other if t.rank else own})
+
     others: dict[str, dict[str, Tensor]] = {
         "x": {"x": torch.zeros(4)},
         "x (type)": {"x": torch.zeros(2, 2, dtype=torch.int32)},
@@ -137,4 +141,4 @@ def test_another_shape_or_type_or_name_is_a_difference() -> None:
     for kind, other in others.items():
         text = rf"z\.{kind[0]}  rank 0 \| rank 1"
         with case(kind), pytest.raises(ReplicaDivergence, match=text):
-            run_ranks(2, lambda t, o=other: agree_on_loaded(t, "loading", {"z": o if t.rank else own}))  # type: ignore[misc]
+            run_ranks(2, partial(load, other=other))

@@ -83,11 +83,13 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(tmp_path: Path) ->
         # Either the last object of rank 1 fails, or the model of all has another shape.
         for differing in ({"fails": t.rank == 1}, {"out": 3}):
             run = Run(t, 2, **differing, **HOW[kind])
+            t.barrier().wait()  # the threads share torch's random state, from which a model draws
             before = run.now()
             t.barrier().wait()
             with pytest.raises((ValueError, sl.SynclineError)):
                 checkpointer.load(run.state)
             assert run.now() == before, differing
+            t.barrier().wait()
             run.step(torch.ones(4, 3))  # it can go on
 
     for kind in HOW:
@@ -101,6 +103,7 @@ def test_nor_does_a_file_of_torch_or_a_state_dict(tmp_path: Path) -> None:
 
     def load(t: Transport, how: dict[str, Any]) -> None:
         run = Run(t, 2, fails=t.rank == t.size - 1, **how)
+        t.barrier().wait()
         before = run.now()
         with pytest.raises((ValueError, sl.SynclineError), match="not mine"):
             if t.size == 2:

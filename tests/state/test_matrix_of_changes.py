@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 import syncline as sl
 from support.cases import case
+from support.faulty import Fault
 from support.regroup import Job, Killed, Process, dies_at
-from syncline.transport import Fault, Transport, run_ranks
+from syncline.transport import Transport, run_ranks
 
 EVERY, RATIO = 2, 0.25
 

@@ -14,7 +14,6 @@ import torch
 from faulty_files import Crash, FaultyFiles, Meanwhile
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from support.cases import case
 from support.values import exact
@@ -29,7 +28,7 @@ from syncline.checkpoint.directory import (
     write_manifest,
 )
 from syncline.checkpoint.encoding import decode, encode
-from syncline.checkpoint.files import Files, LocalFiles, memory_of, read_tensors, write_tensors
+from syncline.checkpoint.files import Files, memory_of, read_files, read_tensors, write_tensors
 
 KEEP = 2
 
@@ -59,7 +58,7 @@ def save(files: Files, shelf: SaveDirectory, step: int) -> Save:
     try:
         one = shelf.commit(path, write(files, path, step))
     except OSError:
-        shelf.abandon(path)
+        files.remove(path)
         raise
     shelf.prune()
     return one
@@ -67,9 +66,8 @@ def save(files: Files, shelf: SaveDirectory, step: int) -> Save:
 
 def load(files: Files, path: str) -> tuple[int, Any]:
     manifest = read_manifest(files, path)
-    tensors: dict[str, Tensor] = {}
-    for name, stored in manifest.files.items():
-        tensors |= read_tensors(files.map(f"{path}/{name}"), f"{path}/{name}", stored)
+    wanted = {name: stored.tensors for name, stored in manifest.files.items()}
+    (tensors,) = read_files(files, path, manifest.files, wanted).values()
     return manifest.step, decode(manifest.shared, tensors)
 
 
@@ -256,9 +254,9 @@ def test_leftovers_of_a_crash_are_removed_and_what_another_run_writes_is_not() -
 def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "save-1").write_text("")
-    shelf = SaveDirectory(LocalFiles(), str(tmp_path), 1)
+    shelf = SaveDirectory(Files(), str(tmp_path), 1)
     for step in (1, 2):
-        save(LocalFiles(), shelf, step)
+        save(Files(), shelf, step)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "save-000002-step-2", "save-1"]
 
 
@@ -272,9 +270,9 @@ def test_files_are_those_that_safetensors_reads(tmp_path: Path) -> None:
         'ünïcode "name"': torch.randn(2, 2),
         "tiny": torch.randn(4).to(torch.float8_e4m3fn),
     }
-    stored = write_tensors(LocalFiles(), str(tmp_path / "x.safetensors"), tensors)
+    stored = write_tensors(Files(), str(tmp_path / "x.safetensors"), tensors)
     theirs = safetensors.torch.load_file(tmp_path / "x.safetensors")
-    ours = read_tensors(LocalFiles().map(str(tmp_path / "x.safetensors")), "x.safetensors", stored)
+    ours = read_tensors(Files().map(str(tmp_path / "x.safetensors")), "x.safetensors", stored, tensors)
     assert theirs.keys() == ours.keys() == tensors.keys()
     for name, tensor in tensors.items():
         for other in (theirs[name], ours[name]):
@@ -284,15 +282,15 @@ def test_files_are_those_that_safetensors_reads(tmp_path: Path) -> None:
 
 def test_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("syncline.checkpoint.directory.VERSION", VERSION + 1)
-    write_manifest(LocalFiles(), str(tmp_path), write(LocalFiles(), str(tmp_path), 1))
+    write_manifest(Files(), str(tmp_path), write(Files(), str(tmp_path), 1))
     monkeypatch.undo()
     text = rf"has format version {VERSION + 1} .* reads only versions up to {VERSION}"
     with pytest.raises(CheckpointCorrupt, match=text):
-        load(LocalFiles(), str(tmp_path))
+        load(Files(), str(tmp_path))
 
 
 def test_the_manifest_is_there_to_be_read(tmp_path: Path) -> None:
-    write_manifest(LocalFiles(), str(tmp_path), write(LocalFiles(), str(tmp_path), 3))
+    write_manifest(Files(), str(tmp_path), write(Files(), str(tmp_path), 3))
     text, _, checksum = (tmp_path / "manifest.json").read_text().rstrip("\n").rpartition("\n")
     body = json.loads(text)
     assert (body["format"], body["version"], body["step"]) == ("syncline checkpoint", VERSION, 3)

@@ -14,7 +14,7 @@ from syncline.session import world as session_world
 
 __all__ = [
     "any_session", "as_if_on_a_device", "connecting_again_within", "replica_of", "set_clock", "set_session",
-    "without_scalers",
+    "without_scalers", "without_wait_for_causes",
 ]  # fmt: skip
 
 
@@ -34,6 +34,11 @@ def as_if_on_a_device() -> Any:
 def without_scalers() -> Any:
     """In this block, the GradScalers of other tests are forgotten, which may not be collected yet."""
     return mock.patch("syncline._torch.optimizers._scalers", WeakSet())
+
+
+def without_wait_for_causes() -> Any:
+    """In this block, a wait that failed does not look for its cause in what other ranks tell."""
+    return mock.patch("syncline.liveness.failed_wait._LOCAL_CAUSE_SECONDS", 0.0)
 
 
 def connecting_again_within(seconds: float) -> Any:

@@ -6,7 +6,6 @@ processes are threads, so they need no store, no signs of life and no patience t
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,9 +14,10 @@ from typing import Any
 from unittest import mock
 
 from hangs import HANG_SECONDS
+from support.faulty import Fault, FaultyTransport
 from syncline import CollectiveTimeout, PeerFailed, PeerLost, UnevenInputs
 from syncline.resilience.membership import Membership, Observation, Report, Rules, next_membership
-from syncline.transport import Fault, FaultyTransport, ThreadGroup, Transport, run_ranks
+from syncline.transport import ThreadGroup, Transport, run_ranks
 
 __all__ = ["Job", "Killed", "Process", "dies_at"]
 
@@ -193,9 +193,6 @@ class Job:
             "Group": lambda rules: _here.process,
         }
         with ExitStack() as stack:
-            # A collection while torch.get_rng_state holds its lock lets another rank wait for it with Python's lock.
-            gc.disable()
-            stack.callback(gc.enable)
             for name, rooms in _PLACES.items():
                 for room in rooms:
                     stack.enter_context(mock.patch(f"syncline.resilience.{room}.{name}", stands_for[name]))

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 from syncline import PeerFailed
 from syncline.transport import C10dTransport, C10dWork, Transport, run_ranks
 from syncline.transport.shared_memory import SharedMemoryTransport
-from syncline.transport.shared_memory.work import SharedMemoryWork
+from syncline.transport.shared_memory.transport import SharedMemoryWork
 
 
 def meet_and_abort(t: Transport, start: Callable[[], Any], name: str) -> None:

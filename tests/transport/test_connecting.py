@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from meeting import end_by_sigkill, meet_at_the_store
 from syncline import PeerLost
-from syncline._torch.gloo import addresses_gathered
-from syncline._torch.process_groups import new_group_of, record_ranks
+from syncline._torch.process_groups import addresses_gathered, new_group_of, record_ranks
 from syncline.liveness import RankProcess
 from syncline.transport import C10dTransport
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from support.cases import case
+from support.faulty import FaultyTransport
 from support.states import wait_until
 from syncline import SynclineError
 from syncline.transport import (
     C10dTransport,
-    FaultyTransport,
     HierarchicalTransport,
     ReduceOp,
     Transport,

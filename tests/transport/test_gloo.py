@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from meeting import end_by_sigkill, group_store, meet_at_the_store, texts_of_all_ranks
 from support.cases import case
+from support.inside import without_wait_for_causes
 from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
 from syncline.liveness import (
     Board,
@@ -76,7 +77,6 @@ def test_of_ranks_whose_connections_close_one_after_the_other_the_first_is_named
 def test_a_lost_rank_is_noticed_in_a_wait_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a look at the processes, long before `LongWait` looks at the places."""
     t = met()
-    assert t.health.notices is not None
     t.health.notices.processes_here()
     meet_at_the_store("processes are known")
     if t.rank == 2:
@@ -90,7 +90,6 @@ def test_a_lost_rank_is_noticed_in_a_wait_for_another_one(monkeypatch: pytest.Mo
 @pytest.mark.ranks(3, killed=[2])
 def test_a_lost_rank_is_named_without_the_store() -> None:
     t = met()
-    assert t.health.notices is not None
     assert len(t.health.notices.processes_here()) == 2
     meet_at_the_store("processes are known")
     if t.rank == 2:
@@ -283,13 +282,14 @@ def test_of_two_ranks_that_tell_at_once_the_first_is_believed(monkeypatch: pytes
 def of_nccl(words: str) -> SynclineError:
     """The error for a barrier over NCCL that NCCL ended with these words."""
     lane = Lane("main", None, barrier_device="cuda")
-    health = Health(lane, Board(), None, rank=0, size=2, backend="nccl", timeout_seconds=0)
+    health = Health(lane, Board(), rank=0, size=2, backend="nccl", timeout_seconds=0)
     transport = SimpleNamespace(health=health, own_lane=lane, timeout_seconds=1.0)
     work = C10dWork(transport, "barrier", "", None)  # type: ignore[arg-type]
     raised = RuntimeError(f"{words}\nException raised from wait at x.cpp:1\nframe #0: y")
     return FailedWait(health, work).broken_by(raised)
 
 
+@without_wait_for_causes()
 def test_what_nccl_says_is_told_with_its_cause_but_not_torchs_own_stack() -> None:
     words = "NCCL error, unhandled system error\nLast error:\nsocketStartConnect: refused"
     assert str(of_nccl(words)).endswith(f"nccl reported: {words}")

@@ -95,7 +95,7 @@ def test_the_transport_follows_from_who_lives_where() -> None:
 @pytest.mark.ranks(3)
 def test_where_another_backend_serves_another_device_lanes_are_made_all_the_same() -> None:
     beneath = C10dTransport(timeout_seconds=30)
-    beneath._backends = {"cpu": "gloo", "cuda": "nccl"}  # which has no lanes
+    beneath.backends = {"cpu": "gloo", "cuda": "nccl"}  # which has no lanes
     t = HierarchicalTransport.over(beneath, host="aba"[beneath.rank])
     assert t.name == "shared memory within 2 hosts, gloo across, nccl (cuda)"
     lanes = [t, t.lane("gradients"), t.lane("gradients"), t.lane("buffers")]

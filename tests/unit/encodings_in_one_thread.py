@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.compression.averager import Averager
 from syncline.compression.base import Averaged, Averaging, Compression, Gather, Gathered, Layout, Mean, Sum
+from syncline.compression.exchange import Averager
 
 __all__ = ["averagers", "layouts", "mean_of_ranks", "residual"]
 

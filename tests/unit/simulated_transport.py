@@ -14,9 +14,9 @@ from simulated_processes import Broken, Process, Resume, Simulation, here, sleep
 import syncline as sl
 from syncline.environment import patience
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError, UnevenInputs
-from syncline.liveness import Board, Failure, Lane, RankProcess, StoreConnection
+from syncline.liveness import Board, Failure, Health, Lane, RankProcess, StoreConnection
 from syncline.transport import ReduceOp, ThreadGroup, Transport, Work
-from syncline.transport.watched import MAIN_LANE, WatchedTransport, health_of_group  # type: ignore[attr-defined]
+from syncline.transport.watched import MAIN_LANE, WatchedTransport  # type: ignore[attr-defined]
 
 TIMEOUT_SECONDS = 30.0
 """The timeout of `sl.init`."""
@@ -144,7 +144,7 @@ class Group:
                 self.simulation.at(0, partial(self.travel, transport, travel))
 
     def _hear(self, transport: SimulatedTransport, failure: Failure) -> None:
-        transport.health.adopt(failure)
+        transport.health.adopted(failure)
         self._end_works(transport, failure)
 
     def _end_works(self, transport: SimulatedTransport, failure: Failure) -> None:
@@ -161,7 +161,7 @@ class SimulatedTransport(WatchedTransport):
     def __init__(self, members: Group, process: Process, rank: int) -> None:
         lane = Lane(MAIN_LANE, None)
         settings: dict[str, Any] = {"rank": rank, "size": members.size, "timeout_seconds": TIMEOUT_SECONDS}
-        super().__init__(health_of_group(lane, Board(), backend="simulated", **settings), lane, **settings)
+        super().__init__(Health(lane, Board(), backend="simulated", **settings), lane, **settings)
         self.members, self.process, self.simulation = members, process, process.simulation
         self._num_calls: Counter[object] = Counter()
         self.has_failed = False

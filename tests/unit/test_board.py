@@ -103,7 +103,7 @@ def test_many_ranks_are_not_all_listed() -> None:
 def test_ages_are_differences_of_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system clock is set back while a place is published and read, and that of another host is an hour ahead."""
     lane, now = Lane("main", group=None), [100.0]
-    health = Health(lane, Board(), None, rank=0, size=3, backend="none", timeout_seconds=1.0)
+    health = Health(lane, Board(), rank=0, size=3, backend="none", timeout_seconds=1.0)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "time", lambda: 1e9 - 1000 * now[0])
     here = health.place()

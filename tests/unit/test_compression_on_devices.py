@@ -6,7 +6,7 @@ import torch
 from fake_devices import fake
 from torch import Tensor
 
-from syncline.compression.blocks import Blocks
+from syncline.compression.quantize import Blocks
 from syncline.compression.topk import largest_places
 
 

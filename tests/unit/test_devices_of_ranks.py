@@ -53,7 +53,7 @@ def test_a_group_of_the_program_for_gpus_alone_uses_the_current_gpu() -> None:
         t = C10dTransport()
         assert t.control_device == torch.device("cuda:1")
         assert t.sending_device(torch.device("cpu")) == torch.device("cuda:1")
-        assert t.other_devices == {"cuda": "fake"}
+        assert t.other_devices == ["fake (cuda)"]
     finally:
         dist.destroy_process_group()
 

@@ -15,9 +15,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import syncline as sl
 from support.goldens import assert_golden
-from syncline.tools.explain.picture import Row, Style, legend, picture
 from syncline.tools.explain.ranks import StepObserver, StepShown
-from syncline.tools.explain.report import Module, Options, Report, nothing_shown, text_of
+from syncline.tools.explain.report import (
+    Options,
+    Report,
+    Row,
+    Style,
+    legend,
+    nothing_shown,
+    picture,
+    text_of,
+)
 from syncline.transport import ThreadsTransport, run_ranks
 
 ROWS = [
@@ -68,7 +76,7 @@ def test_colours_only_where_they_are_wanted() -> None:
 
 
 def test_a_report_comes_back_and_is_printed() -> None:
-    modules = [Module(contract="the contract", words="the words")]
+    modules = ["the contract\n\nthe words"]
     report = Report(step=3, num_ranks=4, seconds=0.010, modules=modules, rows=ROWS, meets_others=True)
     found = Report.decode(report.encode())
     assert [list(row.spans[0]) for row in found.rows] == [list(row.spans[0]) for row in ROWS]
@@ -166,8 +174,8 @@ def test_the_third_step_is_shown_or_that_which_is_asked_for_or_the_last_one(path
     assert report.rows[2].detail == "bias, weight"
     assert [row.label for row in report.rows][-1] == "optimizer SGD"
     assert 0.0 <= report.rows[0].spans[0][0] < report.rows[-1].spans[-1][1] <= report.seconds
-    assert "step 3" in report.modules[0].words
-    assert "Net" in report.modules[0].contract
+    assert "step 3" in report.modules[0]
+    assert "Net" in report.modules[0]
     for asked, num_steps, shown in ((1, 5, 1), (4, 9, 4), (9, 4, 4), (None, 0, 0)):
         assert Training(path, step=asked).run(num_steps).step == shown
 
@@ -183,10 +191,10 @@ def test_a_strategy_is_run_until_its_first_round_or_up_to_the_last_step(path: Pa
     assert report.step == 5
     assert kinds(report) == ["forward", "backward", "optimizer", "round"]
     assert "averaged parameters" in report.rows[-1].detail
-    assert "next after step 10" in report.modules[0].words
+    assert "next after step 10" in report.modules[0]
     report = Training(path, strategy=sl.LocalSGD(500)).run(200)
     assert (report.step, report.meets_others) == (100, False)
-    assert "next after step 500" in " ".join(report.modules[0].words.split())
+    assert "next after step 500" in " ".join(report.modules[0].split())
 
 
 def test_one_rank_sends_nothing_and_is_shown(path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_package_that_is_not_installed_is_named_with_the_extra(
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(ImportError, match=rf"exporters\.{exporter} needs .*'syncline\[{extra}\]'"):
             getattr(sl.exporters, exporter)(*arguments)
-    assert import_client("json", exporter="X", extra="x").dumps(1) == "1"
+    assert import_client("json", exporter="X").dumps(1) == "1"
 
 
 # ---------------------------------------------------------------------- Prometheus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import numpy as np
@@ -32,3 +33,13 @@ def test_the_same_numbers_come_again(num_left: int) -> None:
         first = draw()
         restore()
         assert draw() == first
+
+
+def test_no_garbage_collection_begins_while_torch_holds_the_mutex_of_its_generator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under Python 3.11, its destructors would let another rank of this process wait for the mutex for ever."""
+    may_begin, state = [gc.isenabled()], torch.get_rng_state()
+    monkeypatch.setattr(torch, "get_rng_state", lambda: may_begin.append(gc.isenabled()) or state)
+    remember_generators()
+    assert [*may_begin, gc.isenabled()] == [True, False, True]

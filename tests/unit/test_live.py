@@ -11,7 +11,9 @@ import pytest
 from made_traces import MadeRank, MadeRun, rows
 
 from syncline.tools.watch import follow
-from syncline.tools.watch.live import LiveRanks, Terminal
+from syncline.tools.watch.follow import Follower
+from syncline.tools.watch.live import Terminal, picture
+from syncline.tools.watch.ranks import have_hung
 from terminals import SeenTerminal, seen
 
 # ---------------------------------------------------------------------- the terminal
@@ -31,12 +33,6 @@ def test_lines_appear_above_the_picture() -> None:
         terminal.draw([])
         terminal.print(b"after\n")
         assert shown.lines()[4:] == ["the last line", "after", ""]
-    with SeenTerminal() as shown:
-        terminal = Terminal(shown.fd)
-        terminal.draw(["the", "picture"])
-        terminal.keep()
-        terminal.print(b"after\n")
-        assert shown.lines() == ["the", "picture", "after", ""], "a picture that stays is like printed lines"
 
 
 def test_wide_characters_take_two_columns() -> None:
@@ -106,7 +102,6 @@ class Clock:
 @pytest.fixture(autouse=True)
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "time", Clock())
-    monkeypatch.setattr("syncline.tools.watch.live.socket.gethostname", lambda: "host one")
 
 
 def recorded(num_ranks: int) -> list[list[rows.Row]]:
@@ -121,15 +116,15 @@ def record(directory: Path, number: int, found: Sequence[rows.Row], *, at: float
     os.utime(path, (at, at))
 
 
-def started(directory: Path) -> LiveRanks:
-    ranks = LiveRanks(directory)
+def started(directory: Path) -> Follower:
+    ranks = Follower(directory, host="host one")
     ranks.start([0, 1], 90.0)
     return ranks
 
 
-def looked(ranks: LiveRanks, now: float) -> str:
+def looked(ranks: Follower, now: float) -> str:
     Clock.now = now
-    return "\n".join(ranks.look(now, 100, 24))
+    return "\n".join(picture(ranks.present(), now, 100, 24))
 
 
 def test_the_picture_follows_the_ranks(tmp_path: Path) -> None:
@@ -143,7 +138,7 @@ def test_the_picture_follows_the_ranks(tmp_path: Path) -> None:
     text = looked(ranks, 101.0)
     assert text.startswith("--- the ranks ---")
     assert "Training" in text
-    assert not ranks.have_hung(101.0)
+    assert not have_hung(ranks.present(), 101.0)
 
 
 def test_the_ranks_of_another_attempt_replace_the_first(tmp_path: Path) -> None:
@@ -159,7 +154,7 @@ def test_the_ranks_of_another_attempt_replace_the_first(tmp_path: Path) -> None:
     assert looked(ranks, 105.0).count(START) == 1
 
 
-def hanging(directory: Path) -> LiveRanks:
+def hanging(directory: Path) -> Follower:
     """Two ranks that have been shown as ranks that hang."""
     ranks = started(directory)
     for number, found in enumerate(recorded(2)):
@@ -172,13 +167,13 @@ def hanging(directory: Path) -> LiveRanks:
 
 def test_where_ranks_stood_stays_when_they_are_ended(tmp_path: Path) -> None:
     ranks = hanging(tmp_path)
-    assert ranks.have_hung(131.0)
+    assert have_hung(ranks.present(), 131.0)
     for number in range(2):
         record(tmp_path, number, [END], at=132.0 + 2 * number)
         text = looked(ranks, 133.0 + 2 * number)
         assert "at train.py:1" in text
         assert "All of them wait" in text
-    assert ranks.have_hung(136.0)
+    assert have_hung(ranks.present(), 136.0)
 
 
 def test_ranks_that_went_on_or_ended_by_themselves_did_not_hang(tmp_path: Path) -> None:
@@ -187,7 +182,7 @@ def test_ranks_that_went_on_or_ended_by_themselves_did_not_hang(tmp_path: Path) 
     for number in range(2):
         record(tmp_path, number, [END._replace(error="")], at=132.0)
     assert "All ranks have ended." in looked(ranks, 133.0)
-    assert not ranks.have_hung(133.0)
+    assert not have_hung(ranks.present(), 133.0)
     other = tmp_path / "other"
     other.mkdir()
     ranks = hanging(other)
@@ -195,7 +190,7 @@ def test_ranks_that_went_on_or_ended_by_themselves_did_not_hang(tmp_path: Path) 
         went_on = [rows.CallRow("mean", 10**9, 2 * 10**9), END._replace(error="ValueError: bad")]
         record(other, number, went_on, at=132.0)
     assert "All ranks have ended, ranks 0, 1 with an error." in looked(ranks, 133.0)
-    assert not ranks.have_hung(133.0)
+    assert not have_hung(ranks.present(), 133.0)
 
 
 def test_ranks_that_record_nothing_do_not_hang(tmp_path: Path) -> None:
@@ -205,11 +200,11 @@ def test_ranks_that_record_nothing_do_not_hang(tmp_path: Path) -> None:
         record(tmp_path, number, found[:1], at=100.0)
     assert "No rank has ended a step yet" in looked(ranks, 200.0)
     record(tmp_path, 0, [END._replace(error="ValueError: bad")], at=201.0)
-    assert not ranks.have_hung(201.0)
+    assert not have_hung(ranks.present(), 201.0)
 
 
 def test_only_the_ranks_of_this_host_are_shown(tmp_path: Path) -> None:
-    ranks = LiveRanks(tmp_path)
+    ranks = Follower(tmp_path, host="host one")
     ranks.start([2, 3], 90.0)
     for number, (process, *found) in enumerate(recorded(4)):
         assert isinstance(process, rows.ProcessRow)

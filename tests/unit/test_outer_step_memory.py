@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
+from support.faulty import Fault, FaultyTransport
 from syncline.strategies.execution import flat, outer_step
-from syncline.transport import Fault, FaultyTransport, Transport, run_ranks
+from syncline.transport import Transport, run_ranks
 
 SHAPES = ((5, 7), (400,), (3, 3, 3), (0,), (), (64, 9))
 

@@ -15,41 +15,30 @@ from syncline.liveness import RankProcess
 from syncline.transport.shared_memory import sockets
 from syncline.transport.shared_memory.sockets import Peers
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="a system without process descriptors")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "waitid"), reason="a system without processes that wait to be reaped"
+)
 
 
-@pytest.fixture(params=["by start time", "by descriptor"])
-def num_files_each(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Files that are open for each process that is followed."""
-    if request.param == "by start time":
-        return 0
-    monkeypatch.setattr(RankProcess, "here", lambda pid: None)
-    return 1
+def followed(*pids: int) -> Peers:
+    processes = [RankProcess.here(pid) for pid in pids]
+    assert None not in processes
+    return Peers(processes, 0)  # type: ignore[arg-type]
 
 
-def num_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def test_a_process_that_has_ended_is_gone_and_another_is_not(num_files_each: int) -> None:
+def test_a_process_that_has_ended_is_gone_and_another_is_not() -> None:
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    before = num_files()
-    peers = Peers([os.getpid(), ended.pid, os.getppid()], 0)
-    assert num_files() == before + 2 * num_files_each
+    peers = followed(os.getpid(), ended.pid, os.getppid())
     assert peers.gone() == []
     ended.kill()
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
     assert peers.gone() == [1]  # though its number is not free yet
     ended.communicate()
     assert peers.gone() == [1]
-    peers.close()
-    assert peers.gone() == []
-    with pytest.raises(ProcessLookupError):
-        Peers([os.getpid(), ended.pid], 0)
 
 
-def test_many_threads_may_ask_at_once(num_files_each: int) -> None:
-    peers = Peers([os.getpid(), os.getppid()], 0)
+def test_many_threads_may_ask_at_once() -> None:
+    peers = followed(os.getpid(), os.getppid())
     answers: list[object] = []
 
     def ask() -> None:

@@ -17,27 +17,12 @@ import syncline as sl
 from support.goldens import assert_golden
 from syncline.compression import After, Chain, Compression, MeanExchange, PowerSGD, Quantize
 from syncline.tools.cli import main
-from syncline.tools.plan import (
-    CODECS,
-    UNMEASURED,
-    Cluster,
-    Gradient,
-    Job,
-    Machine,
-    Option,
-    Planner,
-    Reduction,
-    advice_on,
-    codec_of,
-    exposed_time,
-    job_of_size,
-    kinds_of_options,
-    load_machine,
-    parse_rate,
-    parse_seconds,
-    plan_json,
-    plan_text,
-)
+from syncline.tools.plan.advice import advice_on, plan_json, plan_text
+from syncline.tools.plan.cluster import Cluster, parse_rate, parse_seconds
+from syncline.tools.plan.job import Gradient, Job, job_of_size
+from syncline.tools.plan.machine import UNMEASURED, Machine, load_machine
+from syncline.tools.plan.options import CODECS, KINDS, Option, codec_of
+from syncline.tools.plan.predict import Planner, Reduction, exposed_time
 from syncline.transport import Transport, run_ranks
 
 SLOW = Cluster(hosts=2, ranks_per_host=1, cores_per_host=2, link_bytes_per_second=25e6)
@@ -173,7 +158,7 @@ def test_a_plan_for_a_hundred_thousand_ranks() -> None:
         cluster = replace(cluster, engine="nccl" if engine == "nccl" else "shm")
         machine = load_machine(engine=engine)
         advice = advice_on(planner_of(job_of_size(1_300_000_000, compute=0.9), cluster, machine))
-        assert len(advice.alternatives) == len(kinds_of_options())
+        assert len(advice.alternatives) == len(KINDS)
         assert all(math.isfinite(one.prediction.step) for one in advice.alternatives)
         ring, tree = 2 * 12_499 * cluster.latency_seconds, 2 * 14 * cluster.latency_seconds
         assert advice.exact.step > (tree if engine == "nccl" else ring)
@@ -244,7 +229,7 @@ def test_the_text_has_the_numbers_that_decided_and_every_way() -> None:
     assert_golden("plan", plan_text(planner, advice_on(planner)))
     found = json.loads(json.dumps(plan_json(planner, advice_on(planner))))
     assert found["recommended"]["arguments"] == advice_on(planner).recommended.option.code
-    assert len(found["options"]) == len(kinds_of_options())
+    assert len(found["options"]) == len(KINDS)
 
 
 def test_a_plan_says_how_wrong_it_may_be_in_at_most_100_columns() -> None:

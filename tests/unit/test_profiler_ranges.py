@@ -12,7 +12,7 @@ from torch import nn
 from torch.profiler import profile
 
 import syncline as sl
-from syncline._torch.profiler import profiled
+from syncline._torch.autograd import profiled
 from syncline.transport import Transport, run_ranks
 
 PREFIX = "syncline::"

@@ -19,7 +19,8 @@ import syncline as sl
 from support.goldens import assert_golden
 from syncline.compression import Chain, PowerSGD, Quantize
 from syncline.tools.cli import main
-from syncline.tools.plan import UNMEASURED, Cost, Option, codec_of
+from syncline.tools.plan.machine import UNMEASURED, Cost
+from syncline.tools.plan.options import Option, codec_of
 from syncline.tools.report.analysis import figures_of
 from syncline.tools.report.document import MAX_POINTS, MAX_SPANS, document_of
 from syncline.tools.report.load import ProcessTrace, load
@@ -277,7 +278,12 @@ ILLNESSES: list[tuple[dict[str, Any], str, str, str]] = [
     (ONE_BUCKET, "problem", "waits for gradients that are under way; with bucket", "Pass bucket_cap_mb="),
     (TINY_BUCKETS, "problem", "cut into 40 buckets of 20.0 kB", "leave bucket_cap_mb out"),
     ({"per_byte": 0.08, "fixed": 100.0}, "problem", "it carries 12.", "Quantize(8)"),
-    ({"change": with_buffers, **one_late(data=450)}, "problem", "synchronizes buffers", 'buffers="none"'),
+    (
+        {"change": with_buffers, **one_late(data=450)},
+        "problem",
+        "synchronizes buffers before",
+        'buffers="none"',
+    ),
     ({"change": with_calls}, "note", "is calls of Syncline: mean.", "ddp.report(loss=loss)"),
     ({"change": with_calls}, "note", "is parameter syncs", "fragments="),
 ]

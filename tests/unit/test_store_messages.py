@@ -24,7 +24,7 @@ from syncline.liveness import (
     decode,
 )
 from syncline.session import Presence, wait_for_all
-from syncline.transport.shared_memory.core import MAX_ABORT_BYTES
+from syncline.transport.shared_memory.engine import MAX_ABORT_BYTES
 from syncline.transport.shared_memory.hub import Hub, store_exchange
 
 TOKEN = "a token that nobody guesses"

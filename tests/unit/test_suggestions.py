@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import syncline as sl
-from syncline.suggestions import suggests_arguments
+from syncline.checks import suggests_arguments
 from syncline.testing import run_ranks
 
 NOT_MADE_BY_PROGRAMS = (sl.Contract, sl.Row, sl.Statistics, sl.World)
@@ -81,7 +81,7 @@ def test_a_misspelt_argument_is_named_with_the_right_one() -> None:
         arguments = [object()] if "self" in inspect.signature(function).parameters else []
         with pytest.raises(TypeError) as error:
             function(*arguments, **{f"{name}_": 1})
-        words = rf"got an unexpected keyword argument '{name}_'[;.] [Dd]id you mean '{name}'\?$"
+        words = rf"got an unexpected keyword argument '{name}_'[:.] [Dd]id you mean '{name}'\?$"
         assert re.search(words, str(error.value)), title
 
 

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import syncline as sl
-from syncline.tools.plan import UNMEASURED, Cluster, Planner, job_of_size
+from syncline.tools.plan.cluster import Cluster
+from syncline.tools.plan.job import job_of_size
+from syncline.tools.plan.machine import UNMEASURED
+from syncline.tools.plan.predict import Planner
 from syncline.tools.tune.trials import Setting, Trial, combined, settings_to_try, trials_text, winner_of
 
 CLUSTER = Cluster(hosts=1, ranks_per_host=2, cores_per_host=8, threads_per_rank=4)

@@ -227,8 +227,8 @@ def test_watch_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         ("", "required: DIR"),
-        ("x --every 0", "--every"),
         ("x --onse", "did you mean --once"),
+        ("x --x", "unknown option --x: see syncline watch --help"),
         (f"--once {tmp_path}", f"{tmp_path} has no trace: expected the directory of a trace"),
         (f"--once {tmp_path}/missing", f"{tmp_path}/missing does not exist: expected the directory of a"),
     ):

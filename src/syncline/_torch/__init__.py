@@ -6,14 +6,12 @@ the name, or a program that uses the feature gets an error that states torch's v
 
 Imports: errors, environment.
 
-autograd.py        the graph tasks of the autograd engine, which are its runs
+autograd.py        the graph tasks of the autograd engine, which are its runs; ranges that torch.profiler shows
 elastic.py         torch's elastic agent, on which the launcher is based
-gloo.py            Gloo groups whose ranks get the addresses of all from rank 0
 lookup.py          the lookup of a private name, and the error if the name is missing
 modules.py         modules, joinables, torch's own DistributedDataParallel, torch.compile
 optimizers.py      optimizers that step inside backward; hooks of optimizers' state dicts; GradScalers
-process_groups.py  process groups, their backends and stores
-profiler.py        ranges that torch.profiler shows
+process_groups.py  process groups, their backends and stores; Gloo groups whose ranks get all addresses from rank 0
 tensors.py         operations on lists of tensors; tensor subclasses; the transforms of torch.func
 """
 

@@ -37,11 +37,11 @@ class Method:
         return is_there(self._original)
 
     @contextlib.contextmanager
-    def replaced(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    def replaced(self, replacement: Callable[..., Any]) -> Iterator[None]:
         """Replace the method inside a `with` block.
 
         Args:
-            make: a function that takes the original method and returns its replacement.
+            replacement: a function that is called with the original method, the object and the arguments.
 
         Raises:
             SynclineError: the installed torch lacks the method.
@@ -49,7 +49,7 @@ class Method:
         if not self.is_there:
             self._original()  # raises the error
         former = getattr(self._owner, self._name)
-        setattr(self._owner, self._name, make(former))
+        setattr(self._owner, self._name, lambda *args, **how: replacement(former, *args, **how))
         try:
             yield
         finally:

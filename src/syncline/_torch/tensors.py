@@ -19,28 +19,15 @@ _Tensors = Sequence[Tensor]
 _TOGETHER = "compute with many tensors in one call"
 
 
-def _foreach(name: str, one_by_one: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's operation `name` on lists of tensors. If torch lacks it, return the slower `one_by_one`."""
-    found = lookup(f"torch:{name}", _TOGETHER)
-    return found if is_there(found) else one_by_one
+foreach_copy_: Callable[..., Any] = lookup("torch:_foreach_copy_", _TOGETHER)
 
+foreach_div_: Callable[..., Any] = lookup("torch:_foreach_div_", _TOGETHER)
 
-def _copy_each(targets: _Tensors, sources: _Tensors) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+foreach_mul_: Callable[..., Any] = lookup("torch:_foreach_mul_", _TOGETHER)
 
+foreach_zero_: Callable[..., Any] = lookup("torch:_foreach_zero_", _TOGETHER)
 
-foreach_copy_ = _foreach("_foreach_copy_", _copy_each)
-
-foreach_div_ = _foreach("_foreach_div_", lambda tensors, number: [one.div_(number) for one in tensors])
-
-foreach_mul_ = _foreach("_foreach_mul_", lambda tensors, number: [one.mul_(number) for one in tensors])
-
-foreach_zero_ = _foreach("_foreach_zero_", lambda tensors: [one.zero_() for one in tensors])
-
-foreach_norm = _foreach(
-    "_foreach_norm", lambda tensors, order: [torch.linalg.vector_norm(one, order) for one in tensors]
-)
+foreach_norm: Callable[..., Any] = lookup("torch:_foreach_norm", _TOGETHER)
 
 split_like: Callable[[Tensor, _Tensors], tuple[Tensor, ...]] = lookup(
     "torch._C:_nn.unflatten_dense_tensors", "view a flat tensor as tensors of given shapes"
@@ -91,13 +78,8 @@ def sparse_tensor(
 ) -> Tensor:
     """Create a sparse tensor from indices and values. The indices and values are not checked.
 
-    torch's public function is only the fallback. In torch 2.11 and 2.12, it warns that indices are not checked, even
-    with `check_invariants=False`.
+    torch's public function warns of that in torch 2.11 and 2.12, even with `check_invariants=False`.
     """
-    if not is_there(_make_sparse):
-        return torch.sparse_coo_tensor(
-            indices, values, tuple(shape), is_coalesced=is_coalesced, check_invariants=False
-        )
     num_sparse = len(indices)
     made: Tensor = _make_sparse(
         num_sparse,
@@ -156,26 +138,6 @@ def check_that_infinities_are_seen() -> None:
     """
     if not is_there(UNSCALE):
         UNSCALE()
-
-
-# ---------------------------------------------------------------------- deterministic algorithms
-
-_set_deterministic = lookup("torch._C:_set_deterministic_algorithms", "ask for deterministic algorithms")
-
-
-def set_deterministic(is_on: bool, *, warn_only: bool) -> None:
-    """Make torch use only deterministic algorithms, or allow other algorithms again.
-
-    torch's public function is only the fallback, because it imports the compiler, which takes seconds.
-
-    Args:
-        is_on: whether torch uses only deterministic algorithms from now on.
-        warn_only: whether an operation without a deterministic algorithm warns, instead of raising an error.
-    """
-    if is_there(_set_deterministic):
-        _set_deterministic(is_on, warn_only=warn_only)
-    else:
-        torch.use_deterministic_algorithms(is_on, warn_only=warn_only)
 
 
 _USE = "send data inside of a transform of torch.func"

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from syncline._torch.autograd import profiled
 from syncline._torch.modules import as_mapping
-from syncline._torch.profiler import profiled
 from syncline._torch.tensors import belongs_to_transform
-from syncline.buffers.pooling import average_buffers, running_statistics
+from syncline.buffers.pooling import BufferAverage, running_statistics
 from syncline.errors import SynclineError
 from syncline.gradients.comm_hook import qualified_name
 from syncline.records import BufferRecord
@@ -213,13 +213,13 @@ class BufferSync:
         if self.policy == "average":
             distinct = self.present()
             taking_part = {id(tensor) for tensor in distinct}
-            return average_buffers(
-                distinct,
-                running_statistics((table for _, table in self._tables), taking_part),
-                self._transport,
-                counts=counts,
-                num_counting=num_counting,
+            pairs = running_statistics((table for _, table in self._tables), taking_part)
+            divisor = float(num_counting or self._transport.size)
+            averaging = BufferAverage(
+                distinct, pairs, self._transport, fraction=float(counts), divisor=divisor
             )
+            averaging.wait()
+            return averaging.num_collectives
         if self._broadcaster is None:
             self._broadcaster = TensorBroadcaster(tensors, self._transport, preserve_version=True)
         self._broadcaster.start(src).wait()

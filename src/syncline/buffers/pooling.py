@@ -34,6 +34,9 @@ _LOW_BITS = (1 << 27) - 1
 
 _Pair = tuple[Tensor, Tensor]
 
+_Started = tuple[Work, Callable[[], object]]
+"""A collective in flight, and a function that writes its result into the buffers."""
+
 
 # ---------------------------------------------------------------------- pure functions
 
@@ -89,30 +92,6 @@ def join_halves(halves: Tensor) -> Tensor:
 # ---------------------------------------------------------------------- over ranks
 
 
-def average_buffers(
-    tensors: Sequence[Tensor],
-    pairs: Sequence[_Pair],
-    transport: Transport,
-    *,
-    counts: bool = True,
-    num_counting: int | None = None,
-) -> int:
-    """Replace buffers by their average over ranks, in place, and wait for the result. See `BufferAverage`.
-
-    Args:
-        tensors, pairs, transport, counts: see `BufferAverage`.
-        num_counting: the number of ranks whose values count, with equal weights. Pass None if all ranks count.
-
-    Returns:
-        The number of collectives.
-    """
-    averaging = BufferAverage(
-        tensors, pairs, transport, counts=counts, divisor=float(num_counting or transport.size)
-    )
-    averaging.wait()
-    return averaging.num_collectives
-
-
 class BufferAverage(CombinedWork):
     """An average of buffers over ranks, which is in flight. `wait` writes the results into the buffers.
 
@@ -124,8 +103,8 @@ class BufferAverage(CombinedWork):
         tensors: the buffers, of the same shapes and dtypes on all ranks, in the same order.
         pairs: pairs of a running mean and its running variance, which are pooled. `tensors` contains both tensors.
         transport: the transport between the ranks.
-        counts: whether this rank's values count. The rank receives the results in any case.
-        fraction: the factor by which this rank's floating-point values are multiplied.
+        fraction: the factor by which this rank's floating-point values are multiplied. With 0 no value of this rank
+            counts, not even NaN, but the rank receives the results.
         divisor: the number by which the sum over ranks is divided. It is the sum of the factors of all ranks that
             count.
     """
@@ -136,30 +115,21 @@ class BufferAverage(CombinedWork):
         pairs: Sequence[_Pair],
         transport: Transport,
         *,
-        counts: bool = True,
         fraction: float = 1.0,
         divisor: float = 1.0,
     ) -> None:
         paired = {id(tensor) for pair in pairs for tensor in pair}
         rest = [tensor for tensor in tensors if id(tensor) not in paired and tensor.numel()]
-        started: list[tuple[Work, Callable[[], None]]] = []
+        started: list[_Started] = []
         for device in dict.fromkeys(tensor.device for tensor in tensors):
             here = [tensor for tensor in rest if tensor.device == device]
             floats = [tensor for tensor in here if tensor.is_floating_point() or tensor.is_complex()]
+            integers = [tensor for tensor in here if not (tensor.is_floating_point() or tensor.is_complex())]
             pairs_here = [pair for pair in pairs if pair[0].device == device and pair[0].numel()]
             if floats or pairs_here:
-                averages = _Averages(pairs_here, floats, transport, divisor)
-                if not counts:
-                    averages.wire.zero_()
-                elif fraction != 1:
-                    averages.wire.mul_(fraction)
-                started.append((transport.all_reduce(averages.wire), averages.land))
-            integers = [tensor for tensor in here if not (tensor.is_floating_point() or tensor.is_complex())]
+                started.append(_start_means(pairs_here, floats, transport, fraction, divisor))
             if integers:
-                maxima = _Maxima(integers, transport)
-                if not counts:
-                    maxima.wire.fill_(torch.iinfo(torch.int64).min)
-                started.append((transport.all_reduce(maxima.wire, "max"), maxima.land))
+                started.append(_start_maxima(integers, transport, counts=fraction > 0))
         super().__init__(started)
         self.num_collectives = len(started)
 
@@ -182,48 +152,49 @@ def running_statistics(owners: Iterable[Mapping[str, Tensor | None]], among: Con
     return list(found.values())
 
 
-class _Averages:
-    """One float64 vector of all floating-point buffers on one device: running means, their variances, all others."""
+def _start_means(
+    pairs: Sequence[_Pair], others: Sequence[Tensor], transport: Transport, fraction: float, divisor: float
+) -> _Started:
+    """Start the mean of all floating-point buffers on one device: running means, their variances, and all others.
 
-    def __init__(
-        self, pairs: Sequence[_Pair], others: Sequence[Tensor], transport: Transport, divisor: float
-    ) -> None:
-        means, variances = [mean for mean, _ in pairs], [variance for _, variance in pairs]
-        self._targets = [as_real(tensor) for tensor in (*means, *variances, *others)]
-        self._num_paired = sum(mean.numel() for mean in means)
-        self._divisor = divisor
-        self._in_halves = any(target.dtype is torch.float64 for target in self._targets)
-        flat = torch.cat([target.reshape(-1).double() for target in self._targets])
-        to_raw_moments_(*self._moments(flat))
-        wire = split_halves(flat) if self._in_halves else flat
-        self.wire = wire.to(transport.sending_device(wire.device))
+    They are sent as one float64 vector.
+    """
+    means, variances = [mean for mean, _ in pairs], [variance for _, variance in pairs]
+    targets = [as_real(tensor) for tensor in (*means, *variances, *others)]
+    num_paired = sum(mean.numel() for mean in means)
+    moments = slice(num_paired), slice(num_paired, 2 * num_paired)
+    in_halves = any(target.dtype is torch.float64 for target in targets)
+    flat = torch.cat([target.reshape(-1).double() for target in targets])
+    to_raw_moments_(*(flat[part] for part in moments))
+    wire = split_halves(flat) if in_halves else flat
+    wire = wire.to(transport.sending_device(wire.device))
+    if not fraction:
+        wire.zero_()
+    elif fraction != 1:
+        wire.mul_(fraction)
 
-    @torch.inference_mode()  # it allows writing to any tensor, including inference tensors
-    def land(self) -> None:
+    @torch.inference_mode()  # see `_scatter`
+    def land() -> None:
         """Compute the averages from the sums over ranks, and write them into the buffers."""
-        flat = self.wire.div_(self._divisor).to(self._targets[0].device)
-        flat = join_halves(flat) if self._in_halves else flat
-        from_raw_moments_(*self._moments(flat))
-        _scatter(flat, self._targets)
+        flat = wire.div_(divisor).to(targets[0].device)
+        flat = join_halves(flat) if in_halves else flat
+        from_raw_moments_(*(flat[part] for part in moments))
+        _scatter(flat, targets)
 
-    def _moments(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        return flat[: self._num_paired], flat[self._num_paired : 2 * self._num_paired]
-
-
-class _Maxima:
-    """One int64 vector of all integer and bool buffers on one device."""
-
-    def __init__(self, tensors: Sequence[Tensor], transport: Transport) -> None:
-        self._targets = [tensor.data for tensor in tensors]
-        wire = torch.cat([t.reshape(-1).to(torch.int64) for t in self._targets])
-        self.wire = wire.to(transport.sending_device(wire.device))
-
-    @torch.inference_mode()  # see `_Averages.land`
-    def land(self) -> None:
-        """Write the maxima over ranks into the buffers."""
-        _scatter(self.wire.to(self._targets[0].device), self._targets)
+    return transport.all_reduce(wire), land
 
 
+def _start_maxima(tensors: Sequence[Tensor], transport: Transport, *, counts: bool) -> _Started:
+    """Start the maximum of all integer and bool buffers on one device. They are sent as one int64 vector."""
+    targets = [tensor.data for tensor in tensors]
+    wire = torch.cat([target.reshape(-1).to(torch.int64) for target in targets])
+    wire = wire.to(transport.sending_device(wire.device))
+    if not counts:
+        wire.fill_(torch.iinfo(torch.int64).min)
+    return transport.all_reduce(wire, "max"), lambda: _scatter(wire.to(targets[0].device), targets)
+
+
+@torch.inference_mode()  # it allows writing to any tensor, including inference tensors
 def _scatter(flat: Tensor, targets: Sequence[Tensor]) -> None:
     parts = flat.split([target.numel() for target in targets])
     for target, part in zip(targets, parts, strict=True):

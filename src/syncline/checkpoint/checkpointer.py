@@ -1,32 +1,37 @@
-"""`Checkpointer`: save the state of all ranks to disk, and load it again."""
+"""`Checkpointer`: save the state of all ranks to disk, load it again, and stop all ranks after the same step."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import signal
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, overload
 
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
 
-from syncline._torch.profiler import profiled
+from syncline._torch.autograd import profiled
+from syncline._torch.modules import is_in_join
 from syncline.checkpoint.contents import Parts, remarks
-from syncline.checkpoint.dataloaders import ResumeRemarks
-from syncline.checkpoint.files import Files, LocalFiles
+from syncline.checkpoint.files import Files
 from syncline.checkpoint.rollback import failing_together, load_together
-from syncline.checkpoint.stop import JointStop
 from syncline.checkpoint.store import IntactSave, Refused, SaveStore
-from syncline.checkpoint.train_state import TrainState, load_all
-from syncline.checks import checked_count, checked_flag, checked_path, what_it_is
+from syncline.checkpoint.train_state import TrainState, load_all, remarks_on_loaders
+from syncline.checks import checked_count, checked_flag, checked_path, suggests_arguments, what_it_is
+from syncline.errors import SynclineError
 from syncline.events import called
-from syncline.session.stop_request import STOP_SIGNALS
+from syncline.gradients.riders.requests import StopVote
+from syncline.gradients.wrapper_protocol import replica_of
+from syncline.session.stop_request import EXIT_STOPPED, STOP_SIGNALS, Stopped, StopRequest, checked_signals
 from syncline.session.world import before_shutdown, transport_of
-from syncline.suggestions import suggests_arguments
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user, warning_here
-from syncline.words import one_line
+from syncline.words import describe_ranks, one_line, ranks_with
 
 _FILE_METHODS = tuple(name for name in vars(Files) if not name.startswith("_"))
 
@@ -90,7 +95,7 @@ class Checkpointer:
     ) -> None:
         self._transport = transport_of(group)
         self._follows_default = group is None
-        files = files or LocalFiles()
+        files = files or Files()
         with failing_together(self._transport, "sl.Checkpointer") as lines:
             path = checked_path("directory", directory)
             if not path:
@@ -104,9 +109,13 @@ class Checkpointer:
                 raise TypeError(
                     f"expected files to be a file system with the methods {', '.join(_FILE_METHODS)}, got {files!r}"
                 )
-            self._stop = JointStop(self._transport, stop_signals, stop_every)
-            lines += [f"keep  {keep}", f"read_only  {read_only}", *self._stop.describe()]
-        self._remarks = ResumeRemarks()
+            checked_count("stop_every", stop_every, at_least=1)
+            signals = checked_signals(stop_signals)
+            lines += [f"keep  {keep}", f"read_only  {read_only}", f"stop_every  {stop_every}"]
+            lines += [f"stop_signals  {', '.join(number.name for number in signals) or 'none'}"]
+        self._stop = JointStop(self._transport, signals, stop_every)
+        self._has_searched = False
+        """Whether this process was searched for DataLoaders that a resumed run would read differently."""
         self._writer = ThreadPoolExecutor(1, "syncline checkpoints")
         self._under_way: Future[str | None] | None = None
         self._newest: tuple[int, str] | None = None
@@ -257,8 +266,11 @@ class Checkpointer:
             parts = Parts(state, None if blocking else self._copies)
             lines += parts.forms_of_modules
         if self._transport.rank == 0:
-            for remark in self._remarks.on(state.named, state._places.standing):
+            for remark in state._streams.remarks():
                 warn_user(remark)
+            for remark in () if self._has_searched else remarks_on_loaders(state.named):
+                warn_user(remark)
+            self._has_searched = True
         # The thread of the writer has no line of the user's code on its stack.
         self._under_way = self._writer.submit(self._saved, state.step, parts, warning_here())
         return self.wait() if blocking else self._under_way
@@ -420,3 +432,124 @@ def _end(writer: ThreadPoolExecutor, lane: Transport | None) -> None:
     writer.shutdown(wait=False)
     if lane is not None:
         lane.close()
+
+
+# ---------------------------------------------------------------------- stopping
+
+
+class JointStop:
+    """An agreement of all ranks on whether to stop. After they have agreed to stop, `end` ends the process.
+
+    Each rank votes on whether to stop. The votes travel with the control data of a backward, or in a separate
+    collective (see `gradients/riders/requests.py`). The choice between these two ways depends only on calls that all
+    ranks have made, never on the state of one rank.
+
+    Args:
+        transport: the transport between the ranks.
+        signals: the signals that ask this process to stop. The first call of `is_agreed` installs their handlers.
+        every: the number of calls of `is_agreed` for each separate collective that they run. Calls that need no
+            separate collective do not count.
+    """
+
+    def __init__(self, transport: Transport, signals: Sequence[signal.Signals], every: int) -> None:
+        self.request = StopRequest()
+        self._signals = signals
+        self._every = every
+        self._is_listening = False
+        self.use_transport(transport)
+
+    def use_transport(self, transport: Transport) -> None:
+        """Vote with the ranks of this transport from now on. All of them make this call.
+
+        Some ranks of a former group may have received votes that others have not. So the next call of `is_agreed`
+        gathers all votes anew.
+        """
+        self._transport = transport
+        self._vote = StopVote(self.request)
+        self._num_received = 0
+        self._num_without_backward = 0
+        """The number of calls of `is_agreed` that could not use votes from a backward."""
+        self._lane: Transport | None = None
+
+    def is_agreed(self, state: TrainState) -> bool:
+        """Return whether all ranks stop now. A collective call; it sends nothing if a backward carried the votes."""
+        if not self._is_listening:
+            self._listen()
+        if self._transport.size == 1:
+            if self.request.is_asked:
+                self._vote.asked_ranks = (0,)
+            return self.request.is_asked
+        is_in_any_join = False
+        for one in state.named.values():
+            replica = replica_of(one)
+            if replica is not None and replica.send_stop_vote(self._vote, self._transport):
+                is_in_any_join |= isinstance(one, Joinable) and is_in_join(one)
+        has_received = self._vote.num_received != self._num_received
+        self._num_received = self._vote.num_received
+        # Ranks without inputs (inside of `join`) would not enter a collective of its own.
+        if not has_received and not is_in_any_join:
+            if self._lane is None:
+                self._lane = self._transport.lane("stopping")
+            if self._num_without_backward % self._every == 0:
+                self._vote.gather(self._lane)
+            self._num_without_backward += 1
+        return bool(self._vote.asked_ranks)
+
+    def _listen(self) -> None:
+        self._is_listening = True
+        if self.request.listen(self._signals):
+            # Not at exit: until the process has ended, the signals must not regain their usual effect.
+            weakref.finalize(self, self.request.forget).atexit = False
+        elif self._signals:
+            warn_user(
+                "sl.Checkpointer.stop_if_asked: only the main thread can handle signals, and this is another thread, "
+                "so signals will not stop this rank. Call stop_if_asked in the main thread. Otherwise, create the "
+                "sl.Checkpointer with stop_signals=(), and ask for a stop with checkpointer.ask_to_stop()"
+            )
+
+    def close(self) -> None:
+        """Remove the signal handlers, unless the ranks have agreed to stop.
+
+        After such an agreement, the handlers stay until the process ends.
+        """
+        if self._vote.asked_ranks:
+            return
+        self.request.forget()
+        if self._lane is not None and self._lane is not self._transport:
+            self._lane.close()
+
+    def end(self, lane: Transport, step: int, saved: str | None, last: Any) -> None:
+        """Raise the exception that ends this process. A collective call, after which all ranks end.
+
+        Args:
+            lane: a transport on which no collective is in progress.
+            step: the step after which all ranks stop.
+            saved: the directory of the save of this step; None if the state could not be saved.
+            last: the directory of the last save, for the message; None if there is no save.
+
+        Raises:
+            Stopped: the state is saved, and the ranks stop.
+            SynclineError: the state could not be saved.
+        """
+        reasons = [json.loads(row) for row in lane.all_gather_bytes(json.dumps(self.request.why).encode())]
+        whys = {rank: why for rank, why in enumerate(reasons) if why is not None}
+        if lane.size == 1:
+            reason = f"this process {whys[0]}"
+        else:
+            reason = ", ".join(f"{describe_ranks(ranks)} {why}" for why, ranks in ranks_with(whys).items())
+        if saved is None:
+            raise SynclineError(
+                f"{reason}: all ranks stopped after step {step}, but the state could not be saved (a warning has the "
+                f"reason). The last save is {last or 'none'}"
+            )
+        if lane.rank == 0:
+            print(
+                f"syncline: {reason}: stopped after step {step}, saved in {saved} (exit code {EXIT_STOPPED}: start "
+                "again to resume)",
+                file=sys.stderr,
+                flush=True,
+            )
+        # This process ends soon. A launcher that sees one rank end may signal the others to end, and such a signal
+        # must not change this rank's exit code.
+        self.request.rearm()
+        raise Stopped

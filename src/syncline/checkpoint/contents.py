@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
+from copy import deepcopy
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.checkpoint.directory import MANIFEST, SHARED_FILE, Manifest, own_file
+from syncline.checkpoint.directory import MANIFEST, SHARED_FILE, own_file, read_manifest
 from syncline.checkpoint.encoding import decode, encode, tensors_in
-from syncline.checkpoint.files import Files, checksum, malformed_is_corrupt, memory_of, read_tensors
+from syncline.checkpoint.files import Files, checksum, malformed_is_corrupt, memory_of, read_files
 from syncline.checkpoint.objects import (
     check_rng_state,
     copies,
@@ -27,7 +28,7 @@ from syncline.checkpoint.objects import (
     without_synchronization,
 )
 from syncline.checkpoint.train_state import TrainState
-from syncline.compression.averager import with_mean_residuals
+from syncline.compression.exchange import with_mean_residuals
 from syncline.data import DistributedSampler, place_to_resume
 from syncline.sharded.part import has_sharded_state, join_parts
 from syncline.transport.agreement import describe_tensors
@@ -106,10 +107,6 @@ class Parts:
             entry_of(name): checksum(json.dumps(tree).encode()) for name, tree in self.trees.items()
         }
 
-    def chosen(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return the tensors with these names, in the order of `tensors`."""
-        return {name: tensor for name, tensor in self.tensors.items() if name in names}
-
 
 def _copied(tensor: Tensor, name: str, copies: dict[str, Tensor]) -> Tensor:
     copy = copies.get(name)
@@ -127,7 +124,6 @@ class SaveContent:
     Args:
         files: the file system.
         path: the directory of the save.
-        manifest: the manifest of the save.
         rank: the number of this rank. This rank loads the state that the rank with the same number saved. If no rank
             with this number took part in the save, it loads the state that rank 0 saved.
         num_ranks: the number of ranks that load.
@@ -137,29 +133,25 @@ class SaveContent:
         OSError: the save could not be read.
     """
 
-    def __init__(self, files: Files, path: str, manifest: Manifest, *, rank: int, num_ranks: int) -> None:
-        self.manifest = manifest
+    def __init__(self, files: Files, path: str, *, rank: int, num_ranks: int) -> None:
+        self.manifest = manifest = read_manifest(files, path)
         self.is_new_rank = rank >= manifest.num_ranks
         """Whether no rank with this number took part in the save."""
         self._place = place = 0 if self.is_new_rank else rank
         self._are_others = num_ranks != manifest.num_ranks
         self._trees = [ChainMap(own, manifest.shared) for own in manifest.ranks]
         self._manifest_path = f"{path}/{MANIFEST}"
-        stored = manifest.files
-        in_shared = stored[SHARED_FILE].tensors.keys() if SHARED_FILE in stored else set()
-        of_all = {*self._needed_of_others(manifest.shared)} - in_shared
-        of_each = [{*self._needed_of_others(own)} - in_shared for own in manifest.ranks]
-        is_needed = {own_file(other): other == place or of_all or own for other, own in enumerate(of_each)}
-        # All files are mapped before any is verified, which can take long: another run may remove the save meanwhile.
-        mapped = {
-            name: files.map(f"{path}/{name}") for name in stored if name == SHARED_FILE or is_needed[name]
+        wanted = {
+            own_file(other): {*self._needed_of_others(manifest.shared), *self._needed_of_others(own)}
+            for other, own in enumerate(manifest.ranks)
         }
-        found: dict[str, dict[str, Tensor]] = {}
-        for other, own in [(None, set()), *enumerate(of_each)]:
-            name = SHARED_FILE if other is None else own_file(other)
-            if name in mapped:
-                wanted = None if other in (place, None) else own | of_all
-                found[name] = read_tensors(mapped[name], f"{path}/{name}", stored[name], wanted)
+        needed = {
+            name: stored.tensors
+            if name in (SHARED_FILE, own_file(place))
+            else wanted[name] & stored.tensors.keys()
+            for name, stored in manifest.files.items()
+        }
+        found = read_files(files, path, manifest.files, needed)
         shared = found.get(SHARED_FILE, {})
         self._shared = shared.keys()
         """The names of the tensors that were equal on all ranks."""
@@ -199,7 +191,9 @@ class SaveContent:
             is_own = name not in self.manifest.shared and not is_wrapped(tree)
             tensors = sorted(set(tensors_in(without_synchronization(tree))) - self._shared)
             if is_own:
-                names += [] if self._have_one_place(name) else [name]
+                places = [self._place_to_resume(name, rank) for rank in range(self.manifest.num_ranks)]
+                if places[0] is None or any(place != places[0] for place in places):
+                    names.append(name)
             elif tensors:
                 count = format_count(len(tensors), "tensor")
                 names.append(f"{name} ({count}, {tensors[0]}{' among others' if len(tensors) > 1 else ''})")
@@ -230,31 +224,23 @@ class SaveContent:
             name: the name of the object.
             one: the object.
         """
+        saved = list(zip(self._trees, self._tensors, strict=True))
+        trees, tensors = saved[self._place]
         if name in self.manifest.sharded:
-            # An object that loads shards copies them. One that needs whole tensors gets them joined in new memory.
-            return join_parts(
-                [
-                    decode(trees[name], tensors if copies(one) else _Cloned(tensors), parts=tensors)
-                    for trees, tensors in zip(self._trees, self._tensors, strict=True)
-                ]
-            )
-        if isinstance(one, DistributedSampler):
-            place = self._place_to_resume(name, self._place)
-            if place is not None:
-                return place
-        tree, mapped = self._trees[self._place][name], self._tensors[self._place]
-        tensors = mapped if copies(one) else _Cloned(mapped)
-        if not is_wrapped(tree):
-            return decode(tree, tensors)
-        beside = decode(tree["synchronization"], _Cloned(mapped))
-        if self._are_others:
-            beside = self._for_another_number(name, beside)
-        return {"module": decode(tree["module"], tensors), "synchronization": beside}
-
-    def _have_one_place(self, name: str) -> bool:
-        """Return whether the object `name` is a sampler that all ranks resume at the same position."""
-        places = [self._place_to_resume(name, rank) for rank in range(self.manifest.num_ranks)]
-        return places[0] is not None and all(place == places[0] for place in places)
+            found = join_parts([decode(trees[name], tensors) for trees, tensors in saved])
+        elif isinstance(one, DistributedSampler) and (place := self._place_to_resume(name, self._place)):
+            return place
+        else:
+            found = decode(trees[name], tensors)
+        if is_wrapped(found):
+            if self._are_others:
+                of_all = [decode(trees[name]["synchronization"], tensors) for trees, tensors in saved]
+                try:
+                    found["synchronization"] = with_mean_residuals(found["synchronization"], of_all)
+                except RuntimeError as error:  # the residuals have different shapes
+                    raise ValueError(str(error)) from None
+            found["synchronization"] = deepcopy(found["synchronization"])
+        return found if copies(one) else deepcopy(found)
 
     def _place_to_resume(self, name: str, rank: int) -> Any:
         """Return the position at which the sampler `name` resumes on a rank; see `place_to_resume`.
@@ -268,17 +254,6 @@ class SaveContent:
                 return None
             places.append(place)
         return place_to_resume(*places, rank=rank, num_ranks=self.manifest.num_ranks)
-
-    def _for_another_number(self, name: str, own: Any) -> Any:
-        """Return the synchronization state `own`, with each residual replaced by its mean over the saved ranks."""
-        of_all = [
-            decode(trees[name]["synchronization"], tensors)
-            for trees, tensors in zip(self._trees, self._tensors, strict=True)
-        ]
-        try:
-            return with_mean_residuals(own, of_all)
-        except RuntimeError as error:  # the residuals have different shapes
-            raise ValueError(str(error)) from None
 
     def same_on_all(self, state: TrainState) -> dict[str, Any]:
         """Return the values in `state` that must be equal on all ranks after loading, by name of the object.
@@ -308,21 +283,6 @@ class SaveContent:
         if not isinstance(tree, dict):
             return None
         return {key for key, one in tree.items() if not self._shared >= set(tensors_in(one))}
-
-
-class _Cloned(dict[str, Tensor]):
-    """A dict of copies of saved tensors, for objects that keep references to the tensors that they load.
-
-    A tensor is copied when it is read for the first time.
-    """
-
-    def __init__(self, mapped: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self._mapped = mapped
-
-    def __missing__(self, name: str) -> Tensor:
-        self[name] = self._mapped[name].clone()
-        return self[name]
 
 
 def remarks(name: str, found: SaveContent, state: TrainState, num_ranks: int) -> Iterator[str]:

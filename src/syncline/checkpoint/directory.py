@@ -12,6 +12,7 @@ it: the manifest ends with its own checksum, and lists the checksums of each fil
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import uuid
@@ -19,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from syncline.checkpoint.files import Files, StoredFile, checksum, malformed_is_corrupt
+from syncline.checkpoint.files import Files, StoredFile, checksum, malformed_is_corrupt, map_stored
 from syncline.errors import CheckpointCorrupt
 
 FORMAT = "syncline checkpoint"
@@ -44,26 +45,26 @@ class Manifest:
     """The description of one save. It holds everything except the tensors.
 
     Attributes:
-        step: the step of the saved state.
+        about: information for people, such as the version of torch and the time of the save.
         number: the number of the save in its directory, from 1; 0 if an early format did not record the number.
+        step: the step of the saved state.
         num_ranks: the number of ranks that made the save.
-        shared: the JSON values (from `encode`) that are equal on all ranks, by name of the object.
-        ranks: for each rank, its JSON values that are not equal on all ranks, by name of the object.
-        files: the expected contents of the tensor files, by file name.
         classes: the class name of each saved object that is not a module, by name of the object.
         sharded: the names of the objects of which each rank saved a shard.
-        about: information for people, such as the version of torch and the time of the save.
+        files: the expected contents of the tensor files, by file name.
+        shared: the JSON values (from `encode`) that are equal on all ranks, by name of the object.
+        ranks: for each rank, its JSON values that are not equal on all ranks, by name of the object.
     """
 
-    step: int
+    about: Mapping[str, str] = field(default_factory=dict)
     number: int = 0
+    step: int
     num_ranks: int
-    shared: Any
-    ranks: Sequence[Any]
-    files: Mapping[str, StoredFile]
     classes: Mapping[str, str] = field(default_factory=dict)
     sharded: Sequence[str] = ()
-    about: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, StoredFile]
+    shared: Any
+    ranks: Sequence[Any]
 
 
 def own_file(rank: int) -> str:
@@ -73,20 +74,8 @@ def own_file(rank: int) -> str:
 
 def write_manifest(files: Files, directory: str, manifest: Manifest) -> None:
     """Write the manifest into a directory that already has all other files of the save."""
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        "about": manifest.about,
-        "number": manifest.number,
-        "step": manifest.step,
-        "num_ranks": manifest.num_ranks,
-        "classes": manifest.classes,
-        "sharded": manifest.sharded,
-        "files": {name: vars(file) for name, file in manifest.files.items()},
-        "shared": manifest.shared,
-        "ranks": manifest.ranks,
-    }
-    text = json.dumps(body, indent=1, allow_nan=False)
+    body = {"format": FORMAT, "version": VERSION, **vars(manifest)}
+    text = json.dumps(body, indent=1, allow_nan=False, default=vars)
     # The checksum is the last line, so the text before it can be read and verified unchanged.
     content = f"{text}\n{checksum(text.encode())}\n".encode()
     files.write(f"{directory}/{MANIFEST}", [content])
@@ -111,45 +100,27 @@ def read_manifest(files: Files, directory: str) -> Manifest:
         )
     with malformed_is_corrupt(path):
         body = json.loads(text)
-        if body["format"] != FORMAT:
-            raise ValueError(f"expected the format {FORMAT!r}, found {body['format']!r}")
-        if body["version"] > VERSION:
+        found, version = body.pop("format"), body.pop("version")
+        if found != FORMAT:
+            raise ValueError(f"expected the format {FORMAT!r}, found {found!r}")
+        if version > VERSION:
             raise CheckpointCorrupt(
-                f"{path} has format version {body['version']} of {FORMAT!r}, but this version of Syncline reads only "
+                f"{path} has format version {version} of {FORMAT!r}, but this version of Syncline reads only "
                 f"versions up to {VERSION}: load it with a newer Syncline"
             )
-        return Manifest(
-            step=body["step"],
-            number=body.get("number", 0),
-            num_ranks=body["num_ranks"],
-            shared=body["shared"],
-            ranks=body["ranks"],
-            files={name: StoredFile(**stored) for name, stored in body["files"].items()},
-            classes=body.get("classes", {}),
-            sharded=body.get("sharded", ()),
-            about=body["about"],
-        )
+        body["files"] = {name: StoredFile(**stored) for name, stored in body["files"].items()}
+        return Manifest(**body)
 
 
-def read_complete(files: Files, directory: str) -> Manifest:
+def check_complete(files: Files, directory: str) -> None:
     """Read the manifest of a save, and check that all files of the save are there and have their sizes.
 
     Raises:
         CheckpointCorrupt: the manifest is damaged, or a file is missing or has another size.
         OSError: a file could not be read.
     """
-    manifest = read_manifest(files, directory)
-    for name, stored in manifest.files.items():
-        path = f"{directory}/{name}"
-        try:
-            num_bytes = files.size(path)
-        except FileNotFoundError:
-            raise CheckpointCorrupt(f"{path} is missing, so the save is not complete") from None
-        if num_bytes != stored.num_bytes:
-            raise CheckpointCorrupt(
-                f"{path} is damaged: expected {stored.num_bytes} bytes as in the manifest, found {num_bytes}"
-            )
-    return manifest
+    for name, stored in read_manifest(files, directory).files.items():
+        map_stored(files, f"{directory}/{name}", stored)
 
 
 # ---------------------------------------------------------------------- all saves
@@ -217,11 +188,10 @@ class SaveDirectory:
         return sorted(found, key=lambda one: (one[1].number, one[0]), reverse=True)
 
     def _identity(self, save: Save) -> Save:
-        try:
+        with contextlib.suppress(OSError, CheckpointCorrupt):
             manifest = read_manifest(self._files, self.path_of(save))
-        except (OSError, CheckpointCorrupt):
-            return save
-        return Save(manifest.number or save.number, manifest.step)
+            return Save(manifest.number or save.number, manifest.step)
+        return save
 
     def path_of(self, save: Save) -> str:
         """Return the path of a save's directory."""
@@ -244,7 +214,7 @@ class SaveDirectory:
         self._removable.intersection_update(self._files.names(self._path))
         for name in list(self._removable):
             self._remove(name)
-        path = self._new_path(f"step-{step}")
+        path = self.new_path(f"step-{step}")
         self._files.make_directory(path)
         return path
 
@@ -263,7 +233,7 @@ class SaveDirectory:
         while True:
             save = Save(max([after, *(save.number for save in self.saves())]) + 1, manifest.step)
             write_manifest(self._files, path, replace(manifest, number=save.number))
-            read_complete(self._files, path)
+            check_complete(self._files, path)
             self._files.sync_directory(path)
             try:
                 self._files.rename(path, self.path_of(save))
@@ -274,17 +244,6 @@ class SaveDirectory:
                 continue
             self._files.sync_directory(self._path)
             return save
-
-    def probe_path(self, token: str) -> str:
-        """Return the path of a file with which the ranks check that all of them see the same directory.
-
-        If a crash leaves the file, a later `begin` removes it.
-        """
-        return f"{self._path}/{_UNFINISHED}probe-{token}"
-
-    def abandon(self, path: str) -> None:
-        """Remove the files of a save that will not be committed."""
-        self._files.remove(path)
 
     def prune(self, damaged: Collection[Save] = ()) -> list[Save]:
         """Remove all saves that are older than the `keep` newest complete ones, and return the removed saves.
@@ -297,22 +256,17 @@ class SaveDirectory:
         for save, _ in self.identified():
             if num_sound == self._keep:
                 gone.append(save)
-            elif save not in damaged and self._is_complete(save):
-                num_sound += 1
+            elif save not in damaged:
+                with contextlib.suppress(OSError, CheckpointCorrupt):
+                    check_complete(self._files, self.path_of(save))
+                    num_sound += 1
         for save in gone:
             self._remove(save.name)
         return gone
 
-    def _is_complete(self, save: Save) -> bool:
-        try:
-            read_complete(self._files, self.path_of(save))
-        except (OSError, CheckpointCorrupt):
-            return False
-        return True
-
     def _remove(self, name: str) -> None:
         """Remove a directory in one step, which either succeeds before another run renames it, or does nothing."""
-        path = self._new_path("removed")
+        path = self.new_path("removed")
         try:
             self._files.rename(f"{self._path}/{name}", path)
         except FileNotFoundError:  # another run has renamed or removed it meanwhile
@@ -320,8 +274,8 @@ class SaveDirectory:
         self._files.sync_directory(self._path)
         self._files.remove(path)
 
-    def _new_path(self, name: str) -> str:
-        """Return the path for an unfinished directory that no other run uses, and that this object may remove."""
+    def new_path(self, name: str) -> str:
+        """Return the path for an unfinished directory or file that no other run uses, and that `begin` may remove."""
         name = f"{_UNFINISHED}{name}-{uuid.uuid4().hex[:12]}"
         self._removable.add(name)
         return f"{self._path}/{name}"

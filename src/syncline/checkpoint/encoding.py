@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
@@ -28,14 +29,9 @@ from torch import Tensor
 
 from syncline.checkpoint.files import STORABLE
 from syncline.sharded.part import TensorPart
+from syncline.tensors.targets import check_dense
 
 _KEPT = (str, bool, int, type(None))
-
-_MAX_INT_BITS = 8192
-"""The maximum size of an integer, in bits.
-
-Python refuses to convert integers of more than 4300 digits to text, or back.
-"""
 
 
 def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
@@ -51,7 +47,7 @@ def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
     Raises:
         TypeError: a value has another type. The message names the place of the value.
         ValueError: a tensor cannot be stored, because it is sparse, on the meta device, or of a subclass that wraps
-            other tensors; or an integer has thousands of digits.
+            other tensors.
 
     Examples:
         >>> encode({"lr": 0.1, "betas": (0.9, 0.99), "state": {0: torch.zeros(2)}}, "optimizer")[0]
@@ -69,11 +65,6 @@ class _Encoder:
     def encode(self, value: Any, place: str) -> Any:
         # Compare exact types. An object of a subclass (numpy.float64, IntEnum) would be decoded as the base class.
         kind = type(value)
-        if kind is int and value.bit_length() > _MAX_INT_BITS:
-            raise ValueError(
-                f"{place} is an integer of {value.bit_length()} bits, which cannot be stored: expected at most "
-                f"{_MAX_INT_BITS} bits. Store it as bytes"
-            )
         if kind in _KEPT:
             return value
         if kind is float:
@@ -81,20 +72,16 @@ class _Encoder:
         if isinstance(value, Tensor):
             return self._tensor(value, place)
         if kind is TensorPart:
-            return {
-                "$part": {
-                    "values": self._tensor(value.values, f"{place}[{value.start}:{value.stop}]"),
-                    "start": value.start,
-                    "shape": list(value.shape),
-                    "order": list(value.order),
-                }
-            }
+            values = self._tensor(value.values, f"{place}[{value.start}:{value.stop}]")
+            return {"$part": {**vars(value), "values": values}}
         if kind is list:
             return [self.encode(one, f"{place}.{index}") for index, one in enumerate(value)]
         if kind is tuple:
             return {"$tuple": [self.encode(one, f"{place}.{index}") for index, one in enumerate(value)]}
         if kind in (dict, OrderedDict, defaultdict):
-            return self._dict(value, place)
+            if all(type(key) is str and not key.startswith("$") for key in value):
+                return {key: self.encode(one, f"{place}.{key}") for key, one in value.items()}
+            return {"$dict": self._pairs(value, place)}
         if kind is Counter:
             return {"$counter": self._pairs(value, place)}
         if kind is bytes:
@@ -109,11 +96,6 @@ class _Encoder:
             "state_dict() and back in load_state_dict(), or leave it out of the state"
         )
 
-    def _dict(self, value: Mapping[Any, Any], place: str) -> Any:
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: self.encode(one, f"{place}.{key}") for key, one in value.items()}
-        return {"$dict": self._pairs(value, place)}
-
     def _pairs(self, value: Mapping[Any, Any], place: str) -> list[list[Any]]:
         pairs = []
         for key, one in value.items():
@@ -125,28 +107,12 @@ class _Encoder:
             pairs.append([self.encode(key, f"{place}, a key"), self.encode(one, f"{place}.{key}")])
         return pairs
 
-    def _tensor(self, tensor: Tensor, place: str) -> Any:
-        return {"$complex" if tensor.is_complex() else "$tensor": self._stored(tensor, place)}
-
-    def _stored(self, tensor: Tensor, place: str) -> str:
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-            what = (
-                "on the meta device"
-                if tensor.is_meta
-                else f"of layout {tensor.layout} and dtype {tensor.dtype}"
-            )
-            raise ValueError(
-                f"{place} is a tensor {what}, which cannot be stored: expected a dense tensor with values. Convert it "
-                "to such a tensor, or leave it out of the state"
-            )
-        if hasattr(tensor, "__tensor_flatten__"):
-            raise ValueError(
-                f"{place} is a {type(tensor).__name__}, which wraps other tensors and cannot be stored: store the "
-                "wrapped tensors. For a DTensor, store dtensor.to_local()"
-            )
-        known = self._names.get(id(tensor))
-        if known is None:
-            known = self._names[id(tensor)] = _free(place, self.tensors)
+    def _tensor(self, tensor: Tensor, place: str) -> dict[str, str]:
+        check_dense(place, tensor)
+        if id(tensor) not in self._names:
+            # Two places in a state can have the same name if keys contain dots.
+            others = (f"{place} ({number})" for number in itertools.count(2))
+            name = next(one for one in itertools.chain([place], others) if one not in self.tensors)
             values = tensor.detach().resolve_conj().resolve_neg()
             values = torch.view_as_real(values) if values.is_complex() else values
             if values.dtype not in STORABLE:
@@ -154,29 +120,16 @@ class _Encoder:
                     f"{place} is a tensor of {tensor.dtype}, which safetensors files cannot hold: convert it to "
                     "another dtype, such as torch.float32"
                 )
-            self.tensors[known] = values
-        return known
+            self._names[id(tensor)], self.tensors[name] = name, values
+        return {"$complex" if tensor.is_complex() else "$tensor": self._names[id(tensor)]}
 
 
-def _free(name: str, taken: Mapping[str, Any]) -> str:
-    """Return `name`, with a number appended if the name is taken.
-
-    Two places in a state can have the same name if keys contain dots.
-    """
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        free = f"{name} ({number})"
-    return free
-
-
-def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, Tensor] | None = None) -> Any:
+def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Decode a value that `encode` returned. It equals the original, but an OrderedDict or defaultdict becomes a dict.
 
     Args:
         encoded: the JSON value from `encode`.
         tensors: the tensors, by name.
-        parts: the tensors of `TensorPart` values, by name. Pass None if `tensors` has them.
 
     Raises:
         KeyError: a tensor is missing.
@@ -188,14 +141,14 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
         {'betas': (0.9, inf), 3: tensor([1.])}
     """
     if isinstance(encoded, list):
-        return [decode(one, tensors, parts=parts) for one in encoded]
+        return [decode(one, tensors) for one in encoded]
     if not isinstance(encoded, dict):
         return encoded
     tag: str
     value: Any
     tag, value = next(iter(encoded.items()), ("", None))
     if not tag.startswith("$"):
-        return {key: decode(one, tensors, parts=parts) for key, one in encoded.items()}
+        return {key: decode(one, tensors) for key, one in encoded.items()}
     match tag:
         case "$tensor":
             return tensors[value]
@@ -203,17 +156,15 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
             return torch.view_as_complex(tensors[value])
         case "$part":
             return TensorPart(
-                values=decode(value["values"], tensors if parts is None else parts),
+                values=decode(value["values"], tensors),
                 start=value["start"],
                 shape=tuple(value["shape"]),
                 order=tuple(value["order"]),
             )
         case "$tuple":
-            return tuple(decode(one, tensors, parts=parts) for one in value)
+            return tuple(decode(one, tensors) for one in value)
         case "$dict" | "$counter":
-            pairs = {
-                decode(key, tensors, parts=parts): decode(one, tensors, parts=parts) for key, one in value
-            }
+            pairs = {decode(key, tensors): decode(one, tensors) for key, one in value}
             return pairs if tag == "$dict" else Counter(pairs)
         case "$float":
             return float(value)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
@@ -26,61 +26,31 @@ from torch import Tensor
 from syncline.errors import CheckpointCorrupt
 from syncline.regular_files import open_regular, read_regular
 
-_MAX_HEADER_BYTES = 100_000_000
-"""The largest size of the header of a safetensors file, as other readers of this format have it."""
 
+class Files:
+    """The file system of this host, including the remote file systems that are mounted on it.
 
-class Files(Protocol):
-    """The interface of a file system. A path is an absolute or relative string with "/". A failure raises OSError.
-
-    A written file survives a crash of the machine only if both the file and its directory were synced. A rename
-    survives a crash only if the directory was synced.
+    An object with the same methods can replace it. A path is an absolute or relative string with "/". A failure raises
+    OSError. A written file survives a crash of the machine only if both the file and its directory were synced. A
+    rename survives a crash only if the directory was synced.
     """
 
     def names(self, directory: str) -> list[str]:
         """Return the names of the entries of a directory, or an empty list if the directory does not exist."""
-
-    def make_directory(self, path: str) -> None:
-        """Create a directory and its missing parents. Do nothing if the directory exists."""
-
-    def write(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
-        """Write a new file, part by part, and sync the file."""
-
-    def read(self, path: str) -> bytes:
-        """Return the content of a file."""
-
-    def size(self, path: str) -> int:
-        """Return the size of a file in bytes."""
-
-    def map(self, path: str) -> memoryview:
-        """Map a file into memory, and return its content. Writing to this memory does not change the file."""
-
-    def rename(self, source: str, target: str) -> None:
-        """Rename a file or a directory atomically; the new name must not exist yet."""
-
-    def sync_directory(self, path: str) -> None:
-        """Sync a directory, so that its entries are durable."""
-
-    def remove(self, path: str) -> None:
-        """Remove a file, or a directory with its content. If the path does not exist, do nothing."""
-
-
-class LocalFiles:
-    """The file system of this host, including the remote file systems that are mounted on it."""
-
-    def names(self, directory: str) -> list[str]:
         try:
             return sorted(os.listdir(directory))
         except FileNotFoundError:
             return []
 
     def make_directory(self, path: str) -> None:
+        """Create a directory and its missing parents. Do nothing if the directory exists."""
         missing = [folder for folder in (Path(path), *Path(path).parents) if not folder.exists()]
         Path(path).mkdir(parents=True, exist_ok=True)
         for folder in missing:
             self.sync_directory(str(folder.parent))
 
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
+        """Write a new file, part by part, and sync the file."""
         with open(path, "xb", buffering=0) as file:
             for part in parts:
                 left = memoryview(part).cast("B")
@@ -89,14 +59,11 @@ class LocalFiles:
             os.fsync(file.fileno())
 
     def read(self, path: str) -> bytes:
+        """Return the content of a file."""
         return read_regular(path)
 
-    def size(self, path: str) -> int:
-        file, size = open_regular(path)
-        file.close()
-        return size
-
     def map(self, path: str) -> memoryview:
+        """Map a file into memory, and return its content. Writing to this memory does not change the file."""
         file, size = open_regular(path)
         with file:
             return memoryview(
@@ -104,9 +71,11 @@ class LocalFiles:
             )
 
     def rename(self, source: str, target: str) -> None:
+        """Rename a file or a directory atomically; the new name must not exist yet."""
         os.rename(source, target)
 
     def sync_directory(self, path: str) -> None:
+        """Sync a directory, so that its entries are durable."""
         if sys.platform == "win32":  # no program can open a directory there
             return
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -116,6 +85,7 @@ class LocalFiles:
             os.close(fd)
 
     def remove(self, path: str) -> None:
+        """Remove a file, or a directory with its content. If the path does not exist, do nothing."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path)
@@ -208,43 +178,79 @@ def write_tensors(
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of eight
-    if len(text) > _MAX_HEADER_BYTES:
-        raise OSError(
-            f"the names and shapes of {len(tensors)} tensors take {len(text)} bytes, and a safetensors file holds at "
-            f"most {_MAX_HEADER_BYTES} bytes of them: save fewer tensors, or tensors with shorter names"
-        )
     head = len(text).to_bytes(8, "little") + text
     found = {name: checksums[name] if checksums else checksum(memory_of(tensor)) for name, tensor in ordered}
     files.write(path, [head, *(memory_of(tensor) for _, tensor in ordered)])
     return StoredFile(len(head) + end, checksum(head), found)
 
 
-def read_tensors(
-    content: memoryview, path: str, stored: StoredFile, wanted: Collection[str] | None = None
-) -> dict[str, Tensor]:
-    """Verify and return the tensors of a file. They are in the memory of `content`.
-
-    Args:
-        content: the content of the file, from `Files.map`.
-        path: the path of the file, for messages.
-        stored: the expected content.
-        wanted: the names of the tensors to verify and return; None means all tensors.
+def map_stored(files: Files, path: str, stored: StoredFile) -> memoryview:
+    """Map a tensor file into memory, and check its size.
 
     Raises:
-        CheckpointCorrupt: the content differs from the content that was written.
+        CheckpointCorrupt: the file is missing, or it has another size than the file that was written.
+        OSError: the file could not be read.
     """
+    try:
+        content = files.map(path)
+    except FileNotFoundError:
+        raise CheckpointCorrupt(f"{path} is missing, so the save is not complete") from None
     if len(content) != stored.num_bytes:
         raise CheckpointCorrupt(
             f"{path} is damaged: expected {stored.num_bytes} bytes as in the manifest, found {len(content)}"
         )
+    return content
+
+
+def read_files(
+    files: Files, directory: str, stored: Mapping[str, StoredFile], wanted: Mapping[str, Collection[str]]
+) -> dict[str, dict[str, Tensor]]:
+    """Verify and return tensors of several files, by the name of the file. They are mapped into memory.
+
+    Args:
+        files: the file system.
+        directory: the directory with the files.
+        stored: the expected content of each file.
+        wanted: the names of the tensors to verify and return, by the name of the file. A file of which no tensor is
+            wanted is not read.
+
+    Raises:
+        CheckpointCorrupt: the content of a file differs from the content that was written.
+        OSError: a file could not be read.
+    """
+    paths = {name: f"{directory}/{name}" for name, keys in wanted.items() if keys}
+    # All files are mapped before any is verified, which can take long: another run may remove the save meanwhile.
+    mapped = {name: map_stored(files, path, stored[name]) for name, path in paths.items()}
+    return {
+        name: read_tensors(mapped[name], path, stored[name], wanted[name]) for name, path in paths.items()
+    }
+
+
+def read_tensors(
+    content: memoryview, path: str, stored: StoredFile, wanted: Collection[str]
+) -> dict[str, Tensor]:
+    """Verify and return the tensors of a file. They are in the memory of `content`.
+
+    Args:
+        content: the content of the file, from `map_stored`.
+        path: the path of the file, for messages.
+        stored: the expected content.
+        wanted: the names of the tensors to verify and return. Other names are ignored.
+
+    Raises:
+        CheckpointCorrupt: the content differs from the content that was written.
+    """
     head_bytes = 8 + int.from_bytes(content[:8], "little")
     if checksum(content[:head_bytes]) != stored.header:
         raise CheckpointCorrupt(f"{path} is damaged: its header does not match the checksum in the manifest")
     with malformed_is_corrupt(path):
-        places = _places(bytes(content[8:head_bytes]))
+        places = {
+            name: (_BY_NAME[entry["dtype"]], entry["shape"], *entry["data_offsets"])
+            for name, entry in json.loads(bytes(content[8:head_bytes])).items()
+        }
     tensors = {}
     for key, expected in stored.tensors.items():
-        if wanted is not None and key not in wanted:
+        if key not in wanted:
             continue
         dtype, shape, start, end = places[key]
         memory = content[head_bytes + start : head_bytes + end]
@@ -258,14 +264,6 @@ def read_tensors(
             else torch.empty(shape, dtype=dtype, device="cpu")
         )
     return tensors
-
-
-def _places(header: bytes) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
-    """Return the dtype, shape, start and end of each tensor, by name, from the header of a file, a JSON object."""
-    return {
-        name: (_BY_NAME[entry["dtype"]], entry["shape"], *entry["data_offsets"])
-        for name, entry in json.loads(header).items()
-    }
 
 
 def memory_of(tensor: Tensor) -> memoryview:

@@ -1,76 +1,45 @@
-"""Load a file of `torch.save` into a `TrainState`, and report the entries that do not match."""
+"""Load a file of `torch.save` into a `TrainState`, and report the entries that do not match.
+
+No code from the file is run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import os
 import re
-from collections import OrderedDict
+import warnings
+import zipfile
 from collections.abc import Collection, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim import Optimizer
 
-from syncline._torch.modules import COMPILED_PREFIX, EXTRA_STATE, metadata_of, set_metadata
-from syncline.checkpoint.files import LocalFiles, checksum
-from syncline.checkpoint.objects import load_into, types_in, unwrapped
-from syncline.checkpoint.rollback import Before, Loadable, failing_together, load_together
-from syncline.checkpoint.torch_file import read_torch_file
-from syncline.checks import checked_flag, checked_path, did_you_mean
-from syncline.sharded.part import has_sharded_state
-from syncline.transport.base import Transport
-from syncline.user_code import calling, warn_user
+from syncline._torch.modules import COMPILED_PREFIX, EXTRA_STATE
+from syncline.checkpoint.objects import copies, load_into, saved_types, unwrapped
+from syncline.checkpoint.rollback import Loadable
+from syncline.checks import did_you_mean
+from syncline.user_code import calling
 from syncline.words import format_names
 
 Key = str | int | Sequence[str | int]
 """The place of an object in a file: a key, or a sequence of keys that leads to a nested object."""
 
-_TITLE = "sl.TrainState.load_torch"
-
 _PREFIXES = re.compile(rf"(?:module\.|{re.escape(COMPILED_PREFIX)})*")
 """A pattern for the prefixes that DistributedDataParallel and torch.compile add to parameter names."""
 
-
-def load_torch_file(
-    state: Loadable,
-    path: str | os.PathLike[str],
-    *,
-    names: Mapping[str, Key | None] | None,
-    besides: Collection[str],
-    strict: bool,
-    transport: Transport,
-) -> dict[str, Any]:
-    """Load a file of `torch.save` into `state`, and return the entries that were not loaded.
-
-    See `TrainState.load_torch` for the arguments.
-    """
-    remedy = (
-        "Give every rank the same file: give a path that all hosts see, or put equal copies on all hosts."
-    )
-    with failing_together(transport, _TITLE, remedy=remedy) as lines:
-        path = checked_path("path", path)
-        names, besides = _checked(names, besides)
-        checked_flag("strict", strict)
-        lines += [f"file  {checksum(LocalFiles().map(path))}", f"strict  {strict}"]
-        matched = match(read_torch_file(path), state.named, names=names, besides=besides)
-        if strict:
-            matched.check_complete(path)
-        lines += [f"named  {name}" for name in state.named]
-        lines += [f"under another name  {name}: {names[name]!r}" for name in sorted(names)]
-        lines += [f"besides  {key}" for key in besides]
-        before = Before(state)  # before any rank begins to load, because ranks may share one copy of a module
-    load_together(transport, _TITLE, before, lambda: _load(state, matched, str(path), strict=strict))
-    if transport.rank == 0 and (matched.missing or matched.unused):
-        warn_user(f"{_TITLE} of {path}: {'; '.join(matched.left())}")
-    return matched.rest
+_MAX_SHOWN = 5
+"""The number of types that the error about a file shows."""
 
 
-def _checked(names: object, besides: object) -> tuple[dict[str, Key | None], list[str]]:
+def checked_names(names: object, besides: object) -> tuple[dict[str, Key | None], list[str]]:
     """Check `names` and `besides`, and return them as a dict and a list.
 
     Raises:
@@ -111,12 +80,8 @@ class Matched:
 
     def left(self) -> list[str]:
         """Return lines of text that list `missing` and `unused`."""
-        lines = []
-        if self.missing:
-            lines.append(f"not in the file: {', '.join(self.missing)}")
-        if self.unused:
-            lines.append(f"in the file, and not used: {', '.join(self.unused)}")
-        return lines
+        kinds = {"not in the file": self.missing, "in the file, and not used": self.unused}
+        return [f"{kind}: {', '.join(keys)}" for kind, keys in kinds.items() if keys]
 
     def check_complete(self, path: str) -> None:
         """Raise a ValueError about the file at `path` if `missing` or `unused` is not empty."""
@@ -124,7 +89,10 @@ class Matched:
             return
         remedies = []
         if self.missing:
-            name, key = _alike(self.missing, self.unused)
+            name, key = next(
+                ((name, key) for name in self.missing for key in self.unused if name in key or key in name),
+                (self.missing[0], "..."),
+            )
             remedies.append(
                 f'Give the key of {name} in the file, names={{"{name}": "{key}"}}, or leave {name} unchanged, '
                 f'names={{"{name}": None}}.'
@@ -136,24 +104,6 @@ class Matched:
         remedies.append("Give strict=False to load only the entries that match.")
         mismatches = "\n  ".join([f"{path} does not match the named objects:", *self.left()])
         raise ValueError(f"{mismatches}\n{' '.join(remedies)}")
-
-
-def _alike(missing: Sequence[str], unused: Sequence[str]) -> tuple[str, str]:
-    """Return a missing name and the unused key that most likely belongs to it; "..." if no key is similar to a name.
-
-    Examples:
-        >>> _alike(["step", "model", "optimizer"], ["model_state", "opt", "global_step"])
-        ('step', 'global_step')
-        >>> _alike(["step", "model"], ["model_state"])
-        ('model', 'model_state')
-        >>> _alike(["step", "optimizer"], [])
-        ('step', '...')
-    """
-    for name in missing:
-        for key in unused:
-            if name in key or key in name:
-                return name, key
-    return missing[0], "..."
 
 
 def match(
@@ -228,7 +178,7 @@ def _is_of_module(content: Mapping[Any, Any]) -> bool:
 # ---------------------------------------------------------------------- load into the objects
 
 
-def _load(state: Loadable, matched: Matched, path: str, *, strict: bool) -> dict[str, Any]:
+def load_matched(state: Loadable, matched: Matched, path: str, *, strict: bool) -> dict[str, Any]:
     """Load the matched entries into `state`, and return the states that must now be equal on all ranks, by name."""
     loaded: dict[str, Any] = {}
     if "step" in matched.found:
@@ -237,34 +187,40 @@ def _load(state: Loadable, matched: Matched, path: str, *, strict: bool) -> dict
         if type(step) is not int or step < 0:
             raise ValueError(f"expected step in {path} to be an integer of at least 0, got {step!r}")
         matched.found["step"] = step
-    types: dict[int, torch.dtype] = {}
-    both = {name: one for name, one in state.named.items() if name in matched.found}
-    for name, one in both.items():
+    into = {name: one for name, one in state.named.items() if name in matched.found}
+    for name, one in into.items():
         if isinstance(one, nn.Module):
-            matched.found[name] = _renamed(unwrapped(one), matched.found[name], name, path)
-            types |= types_in(one, matched.found[name])
-    for name, one in both.items():
+            into[name], matched.found[name] = _aligned(unwrapped(one), matched.found[name], name, path)
+    types = saved_types(into, matched.found)
+    for name, one in into.items():
         found = matched.found[name]
         if isinstance(one, nn.Module):
-            loaded[name] = _load_module(unwrapped(one), found, name, matched, path, strict=strict)
+            try:
+                keys = one.load_state_dict(found, strict=strict)
+            except RuntimeError as error:
+                raise ValueError(f"{name} of {path}: {error}") from error
+            matched.missing += [f"{name}.{key}" for key in keys.missing_keys]
+            matched.unused += [f"{name}.{key}" for key in keys.unexpected_keys]
+            loaded[name] = {key: value for key, value in one.state_dict().items() if key in found}
             continue
         try:
-            # An object may keep references to the loaded state. A copy does not keep the mapped file open. Sharded
-            # objects copy their shard.
             with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
-                load_into(one, found if has_sharded_state(one) else deepcopy(found), types)
+                # An object may keep references to the loaded state. A copy does not keep the mapped file open.
+                load_into(one, found if copies(one) else deepcopy(found), types)
         except (KeyError, AttributeError, IndexError) as error:
             raise ValueError(
                 f"{name} of {path} is not the state of a {type(one).__name__}: {type(error).__name__}: {error}"
             ) from error
-        if isinstance(one, Optimizer) and not has_sharded_state(one):
+        if isinstance(one, Optimizer) and not copies(one):
             loaded[name] = one.state_dict()
     state._resume_from_step(matched.found.get("step", state.step))
     return loaded
 
 
-def _renamed(module: nn.Module, found: Any, name: str, path: str) -> dict[str, Any]:
-    """Return the state `found`, with the wrapper prefixes of its keys replaced by those of `module`.
+def _aligned(module: nn.Module, found: Any, name: str, path: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the part of `module` that has the entries of its state `found`, and `found` with the keys of this part.
+
+    The part is `module` itself, unless the wrapper prefixes of their keys differ.
 
     Raises:
         ValueError: `found` is not the state of a module, or it has no entry of this module.
@@ -272,52 +228,19 @@ def _renamed(module: nn.Module, found: Any, name: str, path: str) -> dict[str, A
     if not isinstance(found, dict):
         kind = type(found).__name__
         raise ValueError(f"expected {name} of {path} to be a dict from module.state_dict(), got a {kind}")
-    own = module.state_dict()
-    renamed = renamed_like(found, own)
-    if own and renamed.keys().isdisjoint(own):
+    there, here = _prefix(found), _prefix(module.state_dict())
+    part, state = module, found
+    if there != here:
+        part, state = module.get_submodule(here.removesuffix(".")), copy(found)
+        for wrapper in there.split(".")[:-1]:
+            consume_prefix_in_state_dict_if_present(state, f"{wrapper}.")
+    own = part.state_dict()
+    if own and state.keys().isdisjoint(own):
         raise ValueError(
             f"{name} of {path} has no entry of this {type(module).__name__}: expected keys such as "
-            f"{format_names(list(own), noun='keys')}, got {format_names([*map(str, found)], noun='keys') or 'nothing'}"
+            f"{format_names(list(own), noun='keys')}, got {format_names([*map(str, state)], noun='keys') or 'nothing'}"
         )
-    return renamed
-
-
-def _load_module(
-    module: nn.Module, renamed: dict[str, Any], name: str, matched: Matched, path: str, *, strict: bool
-) -> dict[str, Any]:
-    try:
-        keys = module.load_state_dict(renamed, strict=strict)
-    except RuntimeError as error:
-        raise ValueError(f"{name} of {path}: {error}") from error
-    matched.missing += [f"{name}.{key}" for key in keys.missing_keys]
-    matched.unused += [f"{name}.{key}" for key in keys.unexpected_keys]
-    return {key: value for key, value in module.state_dict().items() if key in renamed}
-
-
-def renamed_like(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the module state `found`, with the wrapper prefixes of its keys replaced by those of the keys of `own`.
-
-    Examples:
-        >>> dict(renamed_like({"module.fc.weight": 1, "module.fc.bias": 2}, {"fc.weight": 0, "fc.bias": 0}))
-        {'fc.weight': 1, 'fc.bias': 2}
-        >>> dict(renamed_like({"fc.weight": 1}, {"_orig_mod.fc.weight": 0}))
-        {'_orig_mod.fc.weight': 1}
-    """
-    there, here = _prefix(found), _prefix(own)
-    renamed: Any = OrderedDict()
-    renamed.update(
-        {here + key[len(there) :] if isinstance(key, str) else key: one for key, one in found.items()}
-    )
-    metadata = metadata_of(found)
-    if metadata is not None:
-        inner = {name: one for name, one in metadata.items() if name and f"{name}.".startswith(there)}
-        inner[there.removesuffix(".")] = metadata.get(there.removesuffix("."), {})
-        outer = {
-            (here + f"{name}."[len(there) :] if name else here).removesuffix("."): one
-            for name, one in inner.items()
-        }
-        set_metadata(renamed, outer)
-    return cast("dict[str, Any]", renamed)
+    return part, state
 
 
 def _prefix(keys: Collection[str]) -> str:
@@ -325,3 +248,49 @@ def _prefix(keys: Collection[str]) -> str:
     common = os.path.commonprefix([str(key) for key in keys])  # noqa: RUF071  # these are strings, not paths
     found = _PREFIXES.match(common)
     return found[0] if found else ""
+
+
+# ---------------------------------------------------------------------- read the file
+
+
+def read_torch_file(path: str) -> Any:
+    """Return the content of a file that `torch.save` wrote. No code from the file is run.
+
+    The tensors are on the CPU. They are mapped into memory, if the file is as `torch.save` writes it since torch 1.6.
+
+    Raises:
+        ValueError: `torch.save` does not write such a file, or the file has objects that could be created only by
+            running code from the file. The message lists the types of these objects.
+        OSError: the file could not be read.
+    """
+    try:
+        is_mapped = False
+        with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+            # torch.load would map compressed bytes as tensors.
+            is_mapped = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)  # about old types of torch itself
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+    except OSError:
+        raise
+    except Exception as error:
+        refused: list[str] = []
+        with contextlib.suppress(Exception):  # the file is refused in any case
+            refused = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        if refused:
+            types = ascii(", ".join(refused[:_MAX_SHOWN]))[1:-1] + (", ..." if refused[_MAX_SHOWN:] else "")
+            raise ValueError(
+                f"{path} has objects other than tensors and plain values. Loading them could run code from the file. "
+                f"Their types: {types}.\n"
+                "Save the file without these objects: vars(args) instead of args, module.state_dict() instead of a "
+                "module. If you trust the file, first allow their types with "
+                "torch.serialization.add_safe_globals([...]). Or load the file once with "
+                "torch.load(path, weights_only=False), and save only the entries that you need."
+            ) from None
+        reason = str(error).strip()
+        reason = (reason.partition("WeightsUnpickler error: ")[2] or reason).partition("\n")[0]
+        raise ValueError(
+            f"{path} cannot be read as a file that torch.save wrote. The file may be incomplete, be of another kind, "
+            "or contain objects that are not read (only tensors and plain values are, because weights_only=True). "
+            f"torch.load raised {type(error).__name__}: {reason}"
+        ) from error

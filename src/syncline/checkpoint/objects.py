@@ -5,12 +5,12 @@ Loading an optimizer needs care: torch casts its state to the dtype of the param
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
+import gc
 import random
 import sys
-from array import array
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from syncline.equality.fingerprint import fingerprint_of, fingerprints
 from syncline.gradients.wrapper_protocol import SynchronizedModule
 from syncline.optimizers.contents import keep_saved_types, parameters_of
 from syncline.sharded.part import has_sharded_state, sharded_state_of, whole_of
+from syncline.trees import leaves
 
 
 def unwrapped(module: Any) -> Any:
@@ -55,9 +57,11 @@ def keep_types(optimizer: Optimizer, saved: Mapping[str, Any], types: Mapping[in
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     for parameter, key in zip(parameters_of(optimizer), keys, strict=False):
         state, before = optimizer.state.get(parameter), saved["state"].get(key)
-        if types.get(id(parameter)) != parameter.dtype:
-            continue
-        if isinstance(state, dict) and isinstance(before, dict):
+        if (
+            isinstance(state, dict)
+            and isinstance(before, dict)
+            and types.get(id(parameter)) == parameter.dtype
+        ):
             keep_saved_types(state, before)
 
 
@@ -117,13 +121,21 @@ def state_of(one: Any) -> Any:
     return {"module": one.module.state_dict(), "synchronization": beside}
 
 
-def types_in(module: nn.Module, state: Any) -> dict[int, torch.dtype]:
-    """Return the dtypes that the parameters of a module have in the saved `state`, by `id(parameter)`."""
-    tensors = without_synchronization(state)
-    if not isinstance(tensors, Mapping):
-        return {}  # loading it raises the error
-    found = ((id(parameter), tensors.get(name)) for name, parameter in unwrapped(module).named_parameters())
-    return {key: tensor.dtype for key, tensor in found if isinstance(tensor, Tensor)}
+def saved_types(named: Mapping[str, Any], states: Mapping[str, Any]) -> dict[int, torch.dtype]:
+    """Return the dtypes in which the parameters of modules were saved, by `id(parameter)`.
+
+    Args:
+        named: objects by name.
+        states: their saved states by name. A name may be missing.
+    """
+    found: dict[int, torch.dtype] = {}
+    for name, one in named.items():
+        tensors = without_synchronization(states.get(name))
+        if isinstance(one, nn.Module) and isinstance(tensors, Mapping):  # else loading it raises the error
+            for key, parameter in unwrapped(one).named_parameters():
+                if isinstance(tensors.get(key), Tensor):
+                    found[id(parameter)] = tensors[key].dtype
+    return found
 
 
 def load_into(one: Any, state: Any, types: Mapping[int, torch.dtype]) -> None:
@@ -137,59 +149,76 @@ def load_into(one: Any, state: Any, types: Mapping[int, torch.dtype]) -> None:
     Raises:
         ValueError: `one` is an optimizer, and `state` belongs to another kind of optimizer.
     """
+    settings: set[str] = set()
     if isinstance(one, Optimizer):
-        _load_optimizer(one, state, types)
-        return
+        # The settings that all groups have. Those that a scheduler has added to the groups are left out.
+        settings = set.intersection(*({*group} for group in one.param_groups), {*one.defaults})
     sharded = sharded_state_of(one)
     if sharded is not None:
         sharded._load_shards(state, types)
-        return
-    state = whole_of(state)
-    unwrapped(one).load_state_dict(without_synchronization(state))
-    if isinstance(one, SynchronizedModule) and is_wrapped(state) and state["synchronization"] is not None:
-        one.load_sync_state_dict(state["synchronization"])
-
-
-def _load_optimizer(optimizer: Any, state: Any, types: Mapping[int, torch.dtype]) -> None:
-    settings = _settings_of(optimizer)
-    sharded = sharded_state_of(optimizer)
-    if sharded is not None:
-        sharded._load_shards(state, types)
-        _check_settings(optimizer, settings)
-        return
-    state = whole_of(state)
-    optimizer.load_state_dict(state)
-    _check_settings(optimizer, settings)
-    lay_out_like_parameters(optimizer)
-    keep_types(optimizer, state, types)
-
-
-def _settings_of(optimizer: Optimizer) -> set[str]:
-    """Return the names of the settings in the optimizer's `defaults` that all of its parameter groups have.
-
-    Settings that a scheduler has added to the groups are left out.
-    """
-    return set.intersection(*({*group} for group in optimizer.param_groups), {*optimizer.defaults})
-
-
-def _check_settings(optimizer: Optimizer, settings: set[str]) -> None:
-    """Raise a ValueError if a group of the optimizer lacks one of the settings after a load.
-
-    torch accepts groups with any keys, and would fail only at a later step. A setting that is new in this version of
-    torch is not lacking, because the `__setstate__` of torch's optimizers adds it during the load.
-
-    Args:
-        optimizer: the optimizer after the load.
-        settings: the names of the settings that all of its groups had before the load.
-    """
-    for group in optimizer.param_groups:
-        missing = sorted(settings - group.keys())
+    else:
+        state = whole_of(state)
+        unwrapped(one).load_state_dict(without_synchronization(state))
+        if isinstance(one, SynchronizedModule) and is_wrapped(state) and state["synchronization"] is not None:
+            one.load_sync_state_dict(state["synchronization"])
+    if isinstance(one, Optimizer):
+        # torch accepts groups with any keys, and would fail only at a later step. A setting that is new in this version
+        # of torch is not missing, because the `__setstate__` of torch's optimizers adds it during the load.
+        missing = sorted({name for group in one.param_groups for name in settings - group.keys()})
         if missing:
             raise ValueError(
                 f"the saved state belongs to another kind of optimizer: it lacks {', '.join(missing)}, which "
-                f"{type(optimizer).__name__} needs. Create an optimizer of the class that was saved. If the class is "
+                f"{type(one).__name__} needs. Create an optimizer of the class that was saved. If the class is "
                 "your own and has got new settings since the save, add them in its __setstate__"
             )
+        if sharded is None:
+            lay_out_like_parameters(one)
+            keep_types(one, state, types)
+    elif is_node_loader(one):
+        _begin_at(one, state)
+
+
+def is_node_loader(one: Any) -> bool:
+    """Return whether an object is a `torchdata.nodes.Loader`."""
+    nodes = sys.modules.get("torchdata.nodes")  # absent unless the program has imported it
+    return nodes is not None and isinstance(one, nodes.Loader)
+
+
+def _begin_at(loader: Any, state: Any) -> None:
+    """Make a `torchdata.nodes.Loader` that has just loaded `state` begin its next iteration there.
+
+    torchdata 0.11 ignores `load_state_dict` if `state_dict` was called before, because `state_dict` begins an iteration
+    that the next `iter` returns. Nothing is done for a Loader that has not begun any iteration.
+    """
+    try:
+        has_begun = loader._it is not None
+    except AttributeError:  # another version of torchdata
+        has_begun = True
+    if has_begun:
+        iter(loader)  # may be the iteration that state_dict() began
+        iter(loader)  # begins at `state`, so state_dict() returns it from now on
+        loader.load_state_dict(state)  # for the next `iter`
+
+
+_READING = threading.RLock()
+
+
+@contextmanager
+def reading_generators() -> Iterator[None]:
+    """In this block, no garbage collection begins. One thread at a time runs such a block.
+
+    torch holds the mutex of a generator while it creates the tensor with its state. Up to Python 3.11, a collection can
+    begin there, and destructors let other threads run. If one of them needs the generator, it waits for the mutex for
+    ever, because it holds the interpreter's lock meanwhile.
+    """
+    with _READING:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def rng_state() -> dict[str, Any]:
@@ -200,19 +229,15 @@ def rng_state() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     # A tensor keeps the manifest readable; as JSON, 625 numbers per rank would hide everything else.
     python = (version, torch.tensor(numbers, device="cpu"), gauss)
-    state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
+    state: dict[str, Any] = {"python": python}
+    with reading_generators():
+        state["torch"] = torch.get_rng_state()
+        if torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state_all()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
-        state["numpy"] = (
-            str(kind),
-            torch.from_numpy(keys.copy()),
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        )
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (kind, torch.from_numpy(keys.copy()), *rest)
     return state
 
 
@@ -261,35 +286,20 @@ def positions() -> dict[str, str]:
         >>> [name for name, position in positions().items() if position != before[name]]
         ["torch's on the CPU"]
     """
-    version, numbers, gauss = random.getstate()
-    found = {"Python's": _digest(array("Q", numbers).tobytes(), repr((version, gauss)))}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        found["NumPy's"] = _digest(keys.tobytes(), repr((str(kind), *map(float, rest))))
-    found["torch's on the CPU"] = _digest(_bytes_of(torch.get_rng_state()))
-    if torch.cuda.is_initialized():
-        for index, state in enumerate(_from_the_current_device(torch.cuda.get_rng_state_all())):
-            where = f"CUDA device {index} of this rank" if index else "CUDA"
-            found[f"torch's on {where}"] = _digest(_bytes_of(state))
-    return found
+    state = rng_state()
+    found = {"Python's": state["python"], "NumPy's": state.get("numpy"), "torch's on the CPU": state["torch"]}
+    # The current device is the first, because it usually differs between ranks: cuda:0 on rank 0 corresponds to cuda:1
+    # on rank 1.
+    of_cuda = state.get("cuda", [])
+    first = torch.cuda.current_device() if of_cuda else 0
+    for index, one in enumerate(of_cuda[first:] + of_cuda[:first]):
+        found[f"torch's on {f'CUDA device {index} of this rank' if index else 'CUDA'}"] = one
+    return {
+        name: f"{fingerprint_of(fingerprints_in(one)):016x}" for name, one in found.items() if one is not None
+    }
 
 
-def _from_the_current_device(states: list[Tensor]) -> list[Tensor]:
-    """Rotate the states of the CUDA devices, so that the state of the current device is the first.
-
-    The current device usually differs between ranks: cuda:0 on rank 0 corresponds to cuda:1 on rank 1.
-    """
-    first = torch.cuda.current_device() if states else 0
-    return states[first:] + states[:first]
-
-
-def _bytes_of(state: Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.numel())
-
-
-def _digest(*parts: bytes | str) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        digest.update(part if isinstance(part, bytes) else part.encode())
-    return digest.hexdigest()
+def fingerprints_in(state: Any) -> list[Any]:
+    """Return the paths and the fingerprints of the leaves of a state. Equal states have equal lists."""
+    named = list(leaves(state))
+    return [*(name for name, _ in named), *fingerprints([leaf for _, leaf in named])]

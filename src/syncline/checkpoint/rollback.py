@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,17 +15,15 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from syncline.checkpoint.dataloaders import is_node_loader
 from syncline.checkpoint.encoding import encode
-from syncline.checkpoint.files import checksum, memory_of
-from syncline.checkpoint.objects import rng_state, set_rng_state, unwrapped
+from syncline.checkpoint.objects import is_node_loader, rng_state, set_rng_state, unwrapped
 from syncline.data import DistributedSampler
-from syncline.equality.fingerprint import fingerprint_of, fingerprints
+from syncline.equality.fingerprint import fingerprint_of, fingerprints, hash_of
 from syncline.equality.locate import differences, divergence_error
 from syncline.gradients.wrapper_protocol import SynchronizedModule
-from syncline.sharded.sharing import OneCopy, one_copy_of
+from syncline.sharded.sharing import one_copy_of
 from syncline.tensors.targets import as_bytes, check_dense
-from syncline.transport.agreement import exchange
+from syncline.transport.agreement import exchange, fingerprint
 from syncline.transport.base import Transport
 from syncline.trees import leaves, map_leaves
 from syncline.user_code import warn_user
@@ -82,100 +79,50 @@ def load_together(
 ) -> None:
     """Load on all ranks, and compare the results. If any rank fails, undo the load on all ranks. A collective call.
 
+    The strides and the devices of tensors are not compared. The comparison costs one pass over memory (at the speed of
+    XXH3 for tensors on the CPU) and one small collective.
+
     Args:
         transport: the transport between the ranks.
         title: the name of the call, for messages.
         before: the backup that undoes the load.
-        load: a function that loads on this rank, and returns the values that must now be equal on all ranks.
+        load: a function that loads on this rank, and returns the values that must now be equal on all ranks, by name.
+            `encode` must accept them.
 
     Raises:
         TypeError, ValueError, SynclineError: `load` failed on a rank. Raised on every rank.
-        ReplicaDivergence: values that must be equal differ between the ranks; see `agree_on_loaded`.
+        ReplicaDivergence: values that must be equal differ between the ranks. The message names the values and the
+            groups of ranks with equal values. Every rank gets the same message.
     """
-    with before.restored_on_failure(together=True):
-        fault: Exception | None = None
-        loaded: Mapping[str, Any] = {}
-        try:
-            loaded = load()
-        except Exception as error:
-            fault = error
-        agree_on_loaded(transport, title, loaded, fault=fault)
-
-
-def agree_on_loaded(
-    transport: Transport, title: str, contents: Mapping[str, Any], *, fault: Exception | None = None
-) -> None:
-    """Check that `contents` are equal on all ranks. A collective call.
-
-    The strides and the devices of tensors are not compared. The cost is one pass over memory (at the speed of XXH3 for
-    tensors on the CPU) and one small collective.
-
-    Args:
-        transport: the transport between the ranks.
-        title: the name of the call, for messages.
-        contents: values that `encode` accepts, by name.
-        fault: the error that the load raised on this rank; None if it raised none.
-
-    Raises:
-        ReplicaDivergence: a value differs between the ranks. The message names the value and the groups of ranks with
-            equal values. Every rank gets the same message.
-        TypeError, ValueError, SynclineError: a rank has a `fault`. Raised on every rank.
-
-    Examples:
-        >>> from syncline.errors import ReplicaDivergence
-        >>> from syncline.transport.threads import run_ranks
-        >>> def program(transport):
-        ...     agree_on_loaded(transport, "loading", {"model": {"weight": torch.tensor([transport.rank // 2])}})
-        >>> try:
-        ...     run_ranks(3, program)
-        ... except ReplicaDivergence as error:
-        ...     print(error.tensor, error.minority_ranks)
-        model.weight (2,)
-    """
+    fault: Exception | None = None
     values: dict[str, Any] = {}
     digest = b""
-    try:
-        trees: dict[str, str] = {}
-        for name, content in contents.items():
-            tree, tensors = encode(content, name)
-            values |= tensors
-            trees[f"{name}, values other than tensors"] = json.dumps(tree, sort_keys=True)
-        values |= trees
-        if transport.size > 1 and fault is None:
-            digest = _digest(values)
-    except Exception as error:
-        fault = error
-    digests = exchange(transport, title, [], payload=digest, fault=fault, refusal="could not be loaded")
-    if len(set(digests)) == 1:
-        return
-    # These fingerprints are the same on all kinds of devices.
-    found_here = zip(values.items(), fingerprints(list(values.values())), strict=True)
-    mine = {name: fingerprint_of((_form(value), found)) for (name, value), found in found_here}
-    rows = [json.loads(row) for row in transport.all_gather_bytes(json.dumps(mine).encode())]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    found = differences(names, [[row.get(name, -1) for name in names] for row in rows])
-    if found:
-        raise divergence_error(
-            title, found, num_compared=len(names), num_ranks=transport.size, remedy=_REMEDY
-        )
-
-
-def _digest(values: Mapping[str, Any]) -> bytes:
-    """Return a digest of 32 bytes. Two ranks with equal values have equal digests."""
-    elsewhere = iter(fingerprints([one for one in values.values() if not _is_in_host_memory(one)]))
-    lines = [
-        (
-            name,
-            _form(one),
-            checksum(memory_of(one.contiguous())) if _is_in_host_memory(one) else next(elsewhere),
-        )
-        for name, one in values.items()
-    ]
-    return hashlib.sha256(json.dumps(lines).encode()).digest()
-
-
-def _is_in_host_memory(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_cpu
+    with before.restored_on_failure(together=True):
+        try:
+            trees: dict[str, str] = {}
+            for name, content in load().items():
+                tree, tensors = encode(content, name)
+                values |= tensors
+                trees[f"{name}, values other than tensors"] = json.dumps(tree, sort_keys=True)
+            if transport.size > 1:
+                lines = [f"{name}  {_form(tensor)}" for name, tensor in values.items()]
+                digest = hash_of(list(values.values())) + fingerprint(title, [*lines, *trees.values()])
+            values |= trees
+        except Exception as error:
+            fault = error
+        digests = exchange(transport, title, [], payload=digest, fault=fault, refusal="could not be loaded")
+        if len(set(digests)) == 1:
+            return
+        # These fingerprints are the same on all kinds of devices.
+        found_here = zip(values.items(), fingerprints(list(values.values())), strict=True)
+        mine = {name: fingerprint_of((_form(value), found)) for (name, value), found in found_here}
+        rows = [json.loads(row) for row in transport.all_gather_bytes(json.dumps(mine).encode())]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        found = differences(names, [[row.get(name, -1) for name in names] for row in rows])
+        if found:
+            raise divergence_error(
+                title, found, num_compared=len(names), num_ranks=transport.size, remedy=_REMEDY
+            )
 
 
 def _form(value: Any) -> str:
@@ -214,32 +161,25 @@ class Before:
         try:
             yield
         except BaseException:
-            self._restore(together=together)
+            for name, (one, restore) in self._restorers.items():
+                parts = one.modules() if isinstance(one, nn.Module) else ()
+                copies = [copy for copy in map(one_copy_of, parts) if copy is not None]
+                if copies and not together:
+                    continue
+                try:
+                    with ExitStack() as written:
+                        for copy in copies:
+                            written.enter_context(copy.writing())
+                        restore()
+                except Exception as error:
+                    # Restore the other objects as well. The caller gets the error of the load.
+                    warn_user(
+                        f"a load failed, and {name} could not be restored to its state before that load: restoring "
+                        f"{name} raised {type(error).__name__}: {error}. {name} may be partly loaded: create it again"
+                    )
+            set_rng_state(self._rng)
             self._state._resume_from_step(self._step)
             raise
-
-    def _restore(self, *, together: bool) -> None:
-        for name, (one, restore) in self._restorers.items():
-            copies = _one_copies(one)
-            if copies and not together:
-                continue
-            try:
-                with ExitStack() as written:
-                    for copy in copies:
-                        written.enter_context(copy.writing())
-                    restore()
-            except Exception as error:
-                # Restore the other objects as well. The caller gets the error of the load.
-                warn_user(
-                    f"a load failed, and {name} could not be restored to its state before that load: restoring "
-                    f"{name} raised {type(error).__name__}: {error}. {name} may be partly loaded: create it again"
-                )
-        set_rng_state(self._rng)
-
-
-def _one_copies(one: Any) -> list[OneCopy]:
-    found = [one_copy_of(part) for part in one.modules()] if isinstance(one, nn.Module) else []
-    return [copy for copy in found if copy is not None]
 
 
 def restorer_of(one: Any, *, is_stepped: bool = False) -> Restorer:
@@ -279,8 +219,10 @@ def _reloader(load: Callable[[Any], object], state: Any) -> Restorer:
 def _restorer_of_module(module: nn.Module) -> Restorer:
     inner = unwrapped(module)
     parts = list(inner.modules())
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (table, dict(table)) for part in parts for table in (part._parameters, part._buffers)
+    ]
     restorers = [
-        restorer_of_registrations(parts),
         *map(restorer_of_tensor, {*inner.parameters(), *inner.buffers()}),
         *(
             _reloader(part.set_extra_state, deepcopy(part.get_extra_state()))
@@ -292,7 +234,14 @@ def _restorer_of_module(module: nn.Module) -> Restorer:
         if isinstance(part, SynchronizedModule):
             with suppress(Exception):  # the state may be unavailable while communication is in progress
                 restorers.append(_reloader(part.load_sync_state_dict, deepcopy(part.sync_state_dict())))
-    return partial(restore_all, restorers)
+
+    def restore() -> None:
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+        restore_all(restorers)
+
+    return restore
 
 
 # ---------------------------------------------------------------------- functions that restore one kind of state
@@ -302,20 +251,6 @@ def restore_all(restorers: Iterable[Restorer]) -> None:
     """Call all restorers in order."""
     for restore in restorers:
         restore()
-
-
-def restorer_of_registrations(modules: Iterable[nn.Module]) -> Restorer:
-    """Return a function that registers again exactly the parameters and buffers that the modules have now."""
-    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (table, dict(table)) for module in modules for table in (module._parameters, module._buffers)
-    ]
-
-    def restore() -> None:
-        for table, before in tables:
-            table.clear()
-            table.update(before)
-
-    return restore
 
 
 def restorer_of_tensor(tensor: Tensor) -> Restorer:
@@ -362,25 +297,20 @@ def restorer_of_optimizer(optimizer: Any, *, copies_tensors: bool) -> Restorer:
             overwrite these tensors. If False, the function keeps references to them.
     """
     state, groups = optimizer.state, optimizer.param_groups
-    copied = _copied if copies_tensors else dict
-    settings = [
-        (group, group["params"], copied({key: one for key, one in group.items() if key != "params"}))
-        for group in groups
-    ]
-    entries = [(parameter, copied(values)) for parameter, values in state.items() if copies_tensors]
-    kept = [values for *_, values in (*settings, *entries)]
-    tensors = [leaf for _, leaf in leaves(kept) if copies_tensors and isinstance(leaf, Tensor)]
-    restorers = [restorer_of_tensor(tensor) for tensor in tensors]
+    settings = [(group, _copied(group)) for group in groups]
+    entries = [(parameter, _copied(values)) for parameter, values in state.items()]
+    others = [{key: value for key, value in group.items() if key != "params"} for _, group in settings]
+    kept = leaves([*others, *(values for _, values in entries)]) if copies_tensors else ()
+    restorers = [restorer_of_tensor(leaf) for _, leaf in kept if isinstance(leaf, Tensor)]
 
     def restore() -> None:
         optimizer.state, optimizer.param_groups = state, groups
-        groups[:] = [group for group, *_ in settings]
-        for group, parameters, values in settings:
+        groups[:] = [group for group, _ in settings]
+        for group, values in settings:
             group.clear()
-            group.update({"params": parameters, **copied(values)})
-        if copies_tensors:
-            state.clear()
-            state.update((parameter, copied(values)) for parameter, values in entries)
+            group.update(_copied(values))
+        state.clear()
+        state.update((parameter, _copied(values)) for parameter, values in entries)
         restore_all(restorers)
 
     return restore

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -17,14 +16,7 @@ import torch
 
 from syncline import environment
 from syncline.checkpoint.contents import Parts, SaveContent, entry_of
-from syncline.checkpoint.directory import (
-    SHARED_FILE,
-    Manifest,
-    Save,
-    SaveDirectory,
-    own_file,
-    read_manifest,
-)
+from syncline.checkpoint.directory import SHARED_FILE, Manifest, Save, SaveDirectory, own_file
 from syncline.checkpoint.files import Files, StoredFile, write_tensors
 from syncline.checkpoint.rollback import Before
 from syncline.checkpoint.train_state import TrainState
@@ -168,7 +160,7 @@ class SaveStore:
 
         def write() -> str:
             self._files.make_directory(self.path)
-            probe = self._directory.probe_path(uuid.uuid4().hex)
+            probe = self._directory.new_path("probe")
             self._files.write(probe, [b"seen by all ranks?"])
             return probe
 
@@ -227,6 +219,35 @@ class SaveStore:
         """
         if environment.is_explained():
             return self._on_rank_0(lambda: self._directory.path_of(Save(self._last_number + 1, step)))
+
+        def commit() -> str:
+            manifest = Manifest(
+                step=step,
+                num_ranks=self._lane.size,
+                shared={name: tree for name, tree in parts.trees.items() if entry_of(name) in shared},
+                ranks=[one["trees"] for one in written],
+                files={name: StoredFile(**file) for one in written for name, file in one["files"].items()},
+                classes=parts.classes,
+                sharded=parts.sharded,
+                about={
+                    "torch": torch.__version__,
+                    "host": socket.gethostname(),
+                    "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+                },
+            )
+            before, save = self._last_number, self._directory.commit(path, manifest, self._last_number)
+            self._last_number = save.number
+            if save.number > before + 1:
+                warn(
+                    f"another process saves into {self.path}: the newest save there was number {save.number - 1}, but "
+                    f"the newest save that this run had made or found was number {before}. Two runs in one directory "
+                    "remove each other's saves, and would resume from each other's state: give each run its own "
+                    "directory"
+                )
+            with contextlib.suppress(OSError):  # the save is complete, and the next save prunes again
+                self._directory.prune(self._damaged)
+            return self._directory.path_of(save)
+
         path = self._on_rank_0(lambda: self._directory.begin(step))
         try:
             digests = everywhere(self._lane, lambda: parts.digests)
@@ -236,62 +257,27 @@ class SaveStore:
                 if all(one.get(name) == digest for one in digests)
             }
             written = everywhere(self._lane, lambda: self._write_files(path, parts, shared))
-            return self._on_rank_0(lambda: self._commit(step, path, parts, shared, written, warn))
+            return self._on_rank_0(commit)
         except Refused:
             if self._lane.rank == 0:
                 with contextlib.suppress(OSError):
-                    self._directory.abandon(path)
+                    self._files.remove(path)
             raise
 
     def _write_files(self, path: str, parts: Parts, shared: set[str]) -> dict[str, Any]:
         """Write this rank's files. Return their expected contents, and the JSON values that are not in `shared`."""
-        rank = self._lane.rank
-        wanted = {own_file(rank): parts.tensors.keys() - shared}
-        if rank == 0:
-            wanted[SHARED_FILE] = parts.tensors.keys() & shared
+        wanted = {
+            own_file(self._lane.rank): {key: one for key, one in parts.tensors.items() if key not in shared}
+        }
+        if self._lane.rank == 0:
+            wanted[SHARED_FILE] = {key: one for key, one in parts.tensors.items() if key in shared}
         written = {
-            name: vars(write_tensors(self._files, f"{path}/{name}", parts.chosen(keys), parts.checksums))
-            for name, keys in wanted.items()
-            if keys
+            name: vars(write_tensors(self._files, f"{path}/{name}", tensors, parts.checksums))
+            for name, tensors in wanted.items()
+            if tensors
         }
         own = {name: tree for name, tree in parts.trees.items() if entry_of(name) not in shared}
         return {"files": written, "trees": own}
-
-    def _commit(
-        self,
-        step: int,
-        path: str,
-        parts: Parts,
-        shared: set[str],
-        written: Sequence[Mapping[str, Any]],
-        warn: Callable[[str], None],
-    ) -> str:
-        """Commit the save whose files are in the directory `path`, and return its final directory."""
-        manifest = Manifest(
-            step=step,
-            num_ranks=self._lane.size,
-            shared={name: tree for name, tree in parts.trees.items() if entry_of(name) in shared},
-            ranks=[one["trees"] for one in written],
-            files={name: StoredFile(**file) for one in written for name, file in one["files"].items()},
-            classes=parts.classes,
-            sharded=parts.sharded,
-            about={
-                "torch": torch.__version__,
-                "host": socket.gethostname(),
-                "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            },
-        )
-        before, save = self._last_number, self._directory.commit(path, manifest, self._last_number)
-        self._last_number = save.number
-        if save.number > before + 1:
-            warn(
-                f"another process saves into {self.path}: the newest save there was number {save.number - 1}, but the "
-                f"newest save that this run had made or found was number {before}. Two runs in one directory remove "
-                "each other's saves, and would resume from each other's state: give each run its own directory"
-            )
-        with contextlib.suppress(OSError):  # the save is complete, and the next save prunes again
-            self._directory.prune(self._damaged)
-        return self._directory.path_of(save)
 
     # ------------------------------------------------------------------ reading
 
@@ -310,13 +296,11 @@ class SaveStore:
         """
         for _ in range(_MAX_LISTINGS):
             damaged: list[str] = []
-            is_gone = False
             for save in self._listed():
                 try:
                     found = self._read(save, state, strict=strict)
                 except Refused as refused:
-                    is_gone = self._is_gone(save)
-                    if is_gone:
+                    if self._is_gone(save):
                         break  # the run that saves here has newer saves now
                     self._damaged.add(save)
                     damaged.append(f"{save.name}: {refused}")
@@ -325,7 +309,7 @@ class SaveStore:
                     text = "\n  ".join(["damaged saves were skipped:", *damaged])
                     self._warn(f"{text}\nLoaded instead: {save.name}")
                 return found
-            if not is_gone:
+            else:
                 if not damaged:
                     return None
                 text = "\n  ".join(
@@ -373,8 +357,7 @@ class SaveStore:
         intact: list[IntactSave] = []
 
         def read() -> None:
-            manifest = read_manifest(self._files, path)
-            found = SaveContent(self._files, path, manifest, rank=self._lane.rank, num_ranks=self._lane.size)
+            found = SaveContent(self._files, path, rank=self._lane.rank, num_ranks=self._lane.size)
             states = found.decoded_for(state.named, strict=strict)
             # Back up now: no rank has begun to load yet, and ranks may share one copy of a module.
             intact.append(IntactSave(save.name, path, found, states, Before(state)))

@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from syncline._torch.modules import uncompiled
-from syncline.checkpoint.dataloaders import Places, check_node_loader, load_again, sampler_of
-from syncline.checkpoint.load_torch import Key, load_torch_file
-from syncline.checkpoint.objects import load_into, rng_state, set_rng_state, state_of, types_in
-from syncline.checkpoint.rollback import Before
-from syncline.checks import checked_count, checked_flag, checked_state, what_it_is
+from syncline.checkpoint.files import Files, checksum
+from syncline.checkpoint.load_torch import Key, checked_names, load_matched, match, read_torch_file
+from syncline.checkpoint.objects import (
+    fingerprints_in,
+    is_node_loader,
+    load_into,
+    rng_state,
+    saved_types,
+    set_rng_state,
+    state_of,
+)
+from syncline.checkpoint.rollback import Before, failing_together, load_together
+from syncline.checks import (
+    checked_count,
+    checked_flag,
+    checked_path,
+    checked_state,
+    suggests_arguments,
+    what_it_is,
+)
 from syncline.data import DistributedSampler
 from syncline.gradients.reducer import GradientSync, reducers_of
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.session.world import transport_of
 from syncline.sharded.part import ShardedState, sharded_state_of
-from syncline.suggestions import suggests_arguments
-from syncline.user_code import calling
-from syncline.words import one_line
+from syncline.user_code import calling, warn_user
+from syncline.words import format_count, one_line
 
 _RESERVED = ("step", "rng")
+
+_ENOUGH_STEPS = 3
+"""The number of steps in which a stream must stay at one position before a warning is given.
+
+It is more than 1, because a stream can read a block of several batches at once.
+"""
 
 
 @suggests_arguments
@@ -86,9 +108,8 @@ class TrainState(ShardedState):
         """The objects, by name. A compiled module is replaced by the module that was compiled."""
         self.step = 0
         """The number of steps that the run has made."""
-        self._places = Places(self.named)
-        """A detector of streams whose position never changes."""
-        _check_one_position(self.named)
+        self._streams = StreamWatch(self.named)
+        _check_samplers(self.named)
         _check_none_is_hidden(self.named)
         for name, one in self.named.items():
             if name in _RESERVED:
@@ -103,9 +124,7 @@ class TrainState(ShardedState):
                     f"expected {name} to have state_dict() and load_state_dict(), got {what_it_is(one)}. "
                     + _remedy_of(one)
                 )
-            check_node_loader(name, one)
-        if sampler is None:
-            _check_none_is_misnamed(self.named)
+            _check_node_loader(name, one)
 
     def __repr__(self) -> str:
         return one_line(self, f"step {self.step}, {', '.join(self.named)}")
@@ -141,7 +160,7 @@ class TrainState(ShardedState):
             )
         self.step += 1
         with calling("state_dict() of a stream"):
-            self._places.step_ended()
+            self._streams.step_ended()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all objects, without copying tensors. A collective call if any object is sharded."""
@@ -250,8 +269,31 @@ class TrainState(ShardedState):
             >>> state.step
             1200
         """
-        transport = transport_of(group)
-        return load_torch_file(self, path, names=names, besides=besides, strict=strict, transport=transport)
+        transport, title = transport_of(group), "sl.TrainState.load_torch"
+        remedy = (
+            "Give every rank the same file: give a path that all hosts see, or put equal copies on all hosts."
+        )
+        with failing_together(transport, title, remedy=remedy) as lines:
+            path = checked_path("path", path)
+            keys, besides = checked_names(names, besides)
+            checked_flag("strict", strict)
+            content = Files().map(path)
+            lines += [f"file  {checksum(content)}", f"strict  {strict}"]
+            if not content:  # also a file of the kernel, in which torch.load could wait for ever
+                raise ValueError(f"{path} cannot be read as a file that torch.save wrote: it is empty")
+            matched = match(read_torch_file(path), self.named, names=keys, besides=besides)
+            if strict:
+                matched.check_complete(path)
+            lines += [f"named  {name}" for name in self.named]
+            lines += [f"under another name  {name}: {keys[name]!r}" for name in sorted(keys)]
+            lines += [f"besides  {key}" for key in besides]
+            before = Before(
+                self
+            )  # before any rank begins to load, because ranks may share one copy of a module
+        load_together(transport, title, before, lambda: load_matched(self, matched, path, strict=strict))
+        if transport.rank == 0 and (matched.missing or matched.unused):
+            warn_user(f"{title} of {path}: {'; '.join(matched.left())}")
+        return matched.rest
 
 
 def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -267,15 +309,11 @@ def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> Non
             )
             + ". Use the same names as when the state was saved; or load only the names in both, with strict=False"
         )
-    both = {name: one for name, one in into.named.items() if name in state}
-    types: dict[int, torch.dtype] = {}
-    for name, one in both.items():
-        if isinstance(one, nn.Module):
-            types |= types_in(one, state[name])
-    for name, one in both.items():
-        with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
-            load_into(one, state[name], types)
-            load_again(one, state[name])
+    types = saved_types(into.named, state)
+    for name, one in into.named.items():
+        if name in state:
+            with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
+                load_into(one, state[name], types)
     into._resume_from_step(state["step"])
     if "rng" in state:
         rng = state["rng"]
@@ -287,17 +325,42 @@ def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> Non
             sampler.when_resumed = lambda: set_rng_state(rng)
 
 
-def _check_one_position(named: Mapping[str, Any]) -> None:
+def _check_samplers(named: Mapping[str, Any]) -> None:
     owners: dict[DistributedSampler, str] = {}
     for name, one in named.items():
         sampler = sampler_of(one)
-        if sampler is not None and sampler in owners:
+        if sampler is None:
+            continue
+        if sampler in owners:
             raise ValueError(
                 f"{owners[sampler]} and {name} have the same DistributedSampler, and both would set its position. "
                 "Give either only the sampler, and call commit(num_samples), or only the loader, and call commit()"
             )
-        if sampler is not None:
-            owners[sampler] = name
+        if sampler is one and "sampler" not in named:
+            raise TypeError(
+                f"expected the DistributedSampler under the name sampler, got it under the name {name}. "
+                "commit(num_samples) advances only the object named sampler, so a resumed run would start the epoch "
+                "again: give it as sl.TrainState(sampler=...)"
+            )
+        owners[sampler] = name
+
+
+def _check_node_loader(name: str, one: Any) -> None:
+    """Raise an error if `one` is a `torchdata.nodes.Loader` that reads by an `sl.DistributedSampler`.
+
+    Such a loader saves the committed position of the sampler, and nothing commits.
+    """
+    nodes = [one] if is_node_loader(one) else []
+    for node in nodes:  # the list grows during the loop
+        for value in vars(node).values():
+            parts = list(value.values()) if isinstance(value, dict) else [value]
+            if any(isinstance(part, DistributedSampler) for part in parts):
+                raise ValueError(
+                    f"{name} is a torchdata.nodes.Loader with an sl.DistributedSampler, whose position it does not "
+                    "save, so a resumed run would start the epoch again: give SamplerWrapper torch's sampler, "
+                    "torch.utils.data.DistributedSampler(...), or use torchdata's StatefulDataLoader"
+                )
+            nodes += [part for part in parts if isinstance(part, sys.modules["torchdata.nodes"].BaseNode)]
 
 
 def _shard_state_of(one: Any) -> Any:
@@ -306,28 +369,16 @@ def _shard_state_of(one: Any) -> Any:
 
 
 def _check_none_is_hidden(named: Mapping[str, Any]) -> None:
-    modules = {name: one for name, one in named.items() if isinstance(one, nn.Module)}
-    for name, module in modules.items():
-        for path, part in module.named_modules():
+    for name, module in named.items():
+        for path, part in module.named_modules() if isinstance(module, nn.Module) else ():
             replica = replica_of(part)
-            if replica is None or not replica.has_sync_state:
-                continue
-            if not any(part is one for one in modules.values()):
+            is_named = any(part is one for one in named.values())
+            if replica is not None and replica.has_sync_state and not is_named:
                 raise ValueError(
                     f"{name} contains a wrapped module, {path}, whose strategy or compression has a state. The "
                     f"state_dict() of {name} does not have this state, so a resumed run would lose it: give each "
                     "wrapped module to sl.TrainState under a name of its own, sl.TrainState(model=..., other=...)"
                 )
-
-
-def _check_none_is_misnamed(named: Mapping[str, Any]) -> None:
-    for name, one in named.items():
-        if isinstance(one, DistributedSampler):
-            raise TypeError(
-                f"expected the DistributedSampler under the name sampler, got it under the name {name}. "
-                "commit(num_samples) advances only the object named sampler, so a resumed run would start the epoch "
-                "again: give it as sl.TrainState(sampler=...)"
-            )
 
 
 def _remedy_of(one: Any) -> str:
@@ -337,3 +388,100 @@ def _remedy_of(one: Any) -> str:
             "torchdata's StatefulDataLoader, which saves its position"
         )
     return "To save numbers and tensors of your own, put them into an object with these two methods"
+
+
+# ---------------------------------------------------------------------- what a resumed run would read differently
+
+
+def sampler_of(one: Any) -> DistributedSampler | None:
+    """Return the DistributedSampler of an object: the object itself, or the sampler in a loader; None if absent."""
+    inner = getattr(getattr(one, "batch_sampler", None), "sampler", None)
+    samplers = (one, getattr(one, "sampler", None), inner)
+    return next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
+
+
+class StreamWatch:
+    """A detector of streams whose position does not change from step to step.
+
+    The workers of a DataLoader read copies of a stream, so the position of the saved stream itself never changes.
+
+    Args:
+        named: the saved objects, by name.
+
+    Examples:
+        >>> class Stream(IterableDataset[int]):
+        ...     def __iter__(self):
+        ...         return iter(range(8))
+        ...     def state_dict(self):
+        ...         return {"next": 0}
+        >>> watch = StreamWatch({"data": Stream()})
+        >>> for _ in range(4):
+        ...     watch.step_ended()
+        >>> [remark[:37] for remark in watch.remarks()], list(watch.remarks())
+        (['the position of data (Stream) has not'], [])
+    """
+
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        self._named = named
+        self._positions: dict[str, list[list[Any]]] = {
+            name: []
+            for name, one in named.items()
+            if isinstance(one, IterableDataset)
+            or (name == "sampler" and not isinstance(one, DataLoader) and sampler_of(one) is None)
+        }
+        """The fingerprints of each watched stream's positions, one for each step, by the name of the stream."""
+        self._standing: list[str] = []
+        """The names of the streams whose position did not change in `_ENOUGH_STEPS` steps."""
+
+    def step_ended(self) -> None:
+        """Record the position of each watched stream, and detect streams that do not move. Call it after each step."""
+        for name, positions in list(self._positions.items()):
+            positions.append(fingerprints_in(self._named[name].state_dict()))
+            has_moved = positions[0] != positions[-1]
+            if has_moved or len(positions) > _ENOUGH_STEPS:
+                del self._positions[name]
+                self._standing += [] if has_moved else [name]
+
+    def remarks(self) -> Iterator[str]:
+        """Yield a warning about each stream that does not move. Each warning is yielded once."""
+        while self._standing:
+            name = self._standing.pop(0)
+            yield (
+                f"the position of {name} ({type(self._named[name]).__name__}) has not changed in {_ENOUGH_STEPS} "
+                "steps, so a resumed run would read the same samples again. The workers of a DataLoader read copies of "
+                "a stream, so the stream itself does not advance: use num_workers=0, or use torchdata's "
+                "StatefulDataLoader and save it, sl.TrainState(sampler=loader)"
+            )
+
+
+def remarks_on_loaders(named: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a warning about each DataLoader because of which a resumed run draws an extra random number.
+
+    All DataLoaders of this process are looked at, which takes about ten milliseconds.
+
+    Args:
+        named: the saved objects, by name.
+    """
+    names = {id(one): name for name, one in named.items()}
+    kinds: list[type] = [DataLoader]
+    for kind in kinds:  # the list grows during the loop
+        kinds += kind.__subclasses__()
+    # The garbage collector lists the objects that refer to these classes. An instance refers to its class.
+    for loader in (one for one in gc.get_referrers(*kinds) if type(one) in kinds):
+        if getattr(loader, "generator", None) is not None:
+            continue
+        stream = names.get(id(loader.dataset))
+        if loader.persistent_workers:
+            when = "once per run, because of persistent_workers=True"
+        elif stream is not None and isinstance(loader.dataset, IterableDataset):
+            when = f"whenever it begins to read {stream}"
+        elif id(loader) in names and sampler_of(loader) is None:
+            when = "whenever an iteration begins"
+        else:
+            continue  # a resumed run draws the same numbers, or the sampler resets the generators
+        what = f"{type(loader.dataset).__name__} ({format_count(loader.num_workers, 'worker')})"
+        yield (
+            f"a DataLoader of {what} draws from torch's global generator {when}. A resumed run draws one number more, "
+            "so its later random numbers (dropout masks, for example) differ: give the DataLoader a generator of its "
+            "own, generator=torch.Generator()"
+        )

@@ -229,10 +229,6 @@ def encoder_of(compression: Compression | None, layout: Layout) -> Encoder:
 class Compression(ABC):
     """A compression of flat tensors that are averaged over ranks. Subclasses are frozen dataclasses."""
 
-    is_linear: ClassVar[bool]
-    """Whether the encoded tensors of several ranks can be added without decoding them.
-
-    If so, an all_reduce sends them, and the bytes per rank do not grow with the number of ranks."""
     sends_little: ClassVar[bool] = False
     """Whether a bucket is sent in so few bytes that a few large buckets are faster than many small ones.
 
@@ -287,10 +283,6 @@ class Composed(Compression):
 
     stages: tuple[Compression, ...]
     """The compressions that this compression is made of."""
-
-    @property
-    def is_linear(self) -> bool:  # type: ignore[override]
-        return all(stage.is_linear for stage in self.stages)
 
     @property
     def sends_little(self) -> bool:  # type: ignore[override]

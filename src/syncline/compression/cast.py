@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from syncline.checks import suggests_arguments
 from syncline.compression.base import Averaging, Codec, Encoder, Layout, Sum, set_lost, total_of
-from syncline.compression.kernels import narrowed
-from syncline.suggestions import suggests_arguments
+from syncline.compression.kernels import library_for, run
 
 
 @suggests_arguments
@@ -33,8 +33,6 @@ class Cast(Codec):
     """
 
     dtype: torch.dtype = torch.bfloat16
-
-    is_linear = True
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float16):
@@ -61,10 +59,19 @@ class _CastEncoder(Encoder):
         total = total_of(values, residual, lost)
         # Divide before rounding, because the sum may exceed the range of the narrow type.
         narrow = narrowed(total, num_ranks, self._dtype)
-        if narrow is None:
-            narrow = (total / num_ranks).to(self._dtype)
         if lost is not None:
             # This rank knows only its own rounding. No rank knows the rounding of the sum.
             set_lost(lost, lost.sub_(narrow.to(lost.dtype), alpha=num_ranks))
         summed = yield Sum(narrow)
         return values.copy_(summed)
+
+
+def narrowed(values: Tensor, divisor: int, dtype: torch.dtype) -> Tensor:
+    """Divide values by a number, and round them to bfloat16 or float16."""
+    native = library_for(values)
+    if native is None:
+        return (values / divisor).to(dtype)
+    out = torch.empty(values.shape, dtype=dtype, device="cpu")
+    is_bf16 = dtype is torch.bfloat16
+    run(native.narrow, values.data_ptr(), values.numel(), divisor, is_bf16, out.data_ptr())
+    return out

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.checks import checked_count, store
+from syncline.checks import checked_count, store, suggests_arguments
 from syncline.compression.base import (
     Averaged,
     Averaging,
@@ -27,7 +27,6 @@ from syncline.compression.base import (
     Mean,
     encoder_of,
 )
-from syncline.suggestions import suggests_arguments
 
 _GIVES = {
     "means": "fewer values, which are averaged",

@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from syncline.checks import checked_kind
-from syncline.compression.averager import joined_state, parted_state
+from syncline.checks import checked_kind, suggests_arguments
 from syncline.compression.base import Compression
-from syncline.compression.exchange import MeanExchange
+from syncline.compression.exchange import MeanExchange, joined_state, parted_state
 from syncline.session.world import transport_of
-from syncline.suggestions import suggests_arguments
 from syncline.transport.base import Transport
 
 _Kept = tuple[

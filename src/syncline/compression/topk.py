@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from syncline.checks import checked_flag, checked_number, store
+from syncline.checks import checked_flag, checked_number, store, suggests_arguments
 from syncline.compression.base import Averaging, Compression, Encoder, Gather, Layout, set_lost, total_of
-from syncline.compression.kernels import Selected, selected
-from syncline.suggestions import suggests_arguments
+from syncline.compression.kernels import address, library_for, run
 
 _MANY = 1 << 16
 """A CPU that searches this many values or more is faster if it first selects candidates."""
@@ -51,7 +51,6 @@ class TopK(Compression):
     ratio: float = 0.01
     error_feedback: bool = True
 
-    is_linear = False
     gives = "rows"
 
     def __post_init__(self) -> None:
@@ -76,13 +75,13 @@ class _TopKEncoder(Encoder):
         if not values.numel():
             return values
         chosen = selected(values, self._num_sent, residual=residual, lost=lost)
-        if chosen is None:
-            total = total_of(values, residual, lost)
-            indices = largest_places(total, self._num_sent)
-            chosen = Selected(indices.to(torch.int32), total[indices], all_finite=False)
         gathered = yield Gather(chosen.values, chosen.places)
         if lost is not None:
-            _take_away(lost, chosen, gathered.values[self.layout.rank])
+            # What the other ranks have received of this rank is not lost.
+            received, places = gathered.values[self.layout.rank], chosen.places.long()
+            lost.index_copy_(0, places, (lost[places] - received).nan_to_num_(0.0, 0.0, 0.0))
+            if not chosen.all_finite:
+                set_lost(lost, lost)
         mean = values.zero_()
         # Add one rank at a time. Its indices are distinct, so the order of additions is the same on all ranks.
         for row, row_places in zip(gathered.values / self.layout.num_ranks, gathered.beside, strict=True):
@@ -90,12 +89,14 @@ class _TopKEncoder(Encoder):
         return mean
 
 
-def _take_away(total: Tensor, chosen: Selected, received: Tensor) -> None:
-    """Subtract the values that were received from those that were chosen. Set elements that are not finite to zero."""
-    places = chosen.places.long()
-    total.index_copy_(0, places, (total[places] - received).nan_to_num_(0.0, 0.0, 0.0))
-    if not chosen.all_finite:
-        set_lost(total, total)
+class Selected(NamedTuple):
+    """The values of largest magnitude, in ascending order of their indices."""
+
+    places: Tensor
+    """The indices, as int32."""
+    values: Tensor
+    all_finite: bool
+    """Whether it is certain that all values are finite, also those that were not selected."""
 
 
 def largest_places(values: Tensor, number: int) -> Tensor:
@@ -133,3 +134,24 @@ def _first_largest(sizes: Tensor, number: int) -> Tensor:
     above, equal = sizes > smallest, sizes == smallest
     chosen = above | (equal & (equal.cumsum(0) <= number - above.sum()))
     return chosen.nonzero_static(size=number).view(-1)  # the size is known, so a device does not wait
+
+
+def selected(
+    values: Tensor, number: int, *, residual: Tensor | None = None, lost: Tensor | None = None
+) -> Selected:
+    """Add the residual to the values, write all sums to `lost`, and return the sums of largest magnitude.
+
+    The sums are those of `total_of`, and the choice is that of `largest_places`.
+    """
+    native = library_for(values, residual, lost)
+    if native is None:
+        total = total_of(values, residual, lost)
+        indices = largest_places(total, number)
+        return Selected(indices.to(torch.int32), total[indices], all_finite=False)
+    places = torch.empty(number, dtype=torch.int32, device="cpu")
+    chosen = torch.empty(number, dtype=torch.float32, device="cpu")
+    target = values if lost is None else lost
+    addresses = (values.data_ptr(), address(residual), target.data_ptr())
+    results = (places.data_ptr(), chosen.data_ptr())
+    found = run(native.select, *addresses, values.numel(), number, *results)
+    return Selected(places, chosen, all_finite=found == 0)

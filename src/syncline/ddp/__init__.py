@@ -1,6 +1,6 @@
 """The package of DistributedDataParallel: the wrapper, and the parts that synchronize the module inside of it.
 
-Imports: errors, suggestions, words, checks, environment, records, contract, user_code, events, _torch, liveness,
+Imports: errors, words, checks, environment, records, contract, user_code, events, _torch, liveness,
 transport, session, optimizers, tensors, equality, gradients, sharded, buffers, compression, strategies, verbs.
 
 conclusion.py     say in one sentence what synchronization cost in a step, and which rank was late

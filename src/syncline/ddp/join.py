@@ -19,12 +19,11 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from syncline._torch.modules import leave_join, set_join_configs
 from syncline.buffers.policies import BufferSync
-from syncline.checks import checked_truth
+from syncline.checks import checked_truth, suggests_arguments
 from syncline.ddp.config import checked_truths
 from syncline.ddp.replica import Replica
 from syncline.ddp.torch_names import TorchNames
 from syncline.ddp.wrapping import broadcast_values
-from syncline.suggestions import suggests_arguments
 from syncline.transport.base import Transport
 from syncline.transport.c10d_work import CallOfTorch
 

@@ -36,7 +36,7 @@ from syncline.gradients.reducer import GradientSync
 from syncline.gradients.riders.replica_look import Looks
 from syncline.gradients.riders.replica_search import Peers
 from syncline.gradients.riders.replica_watch import ReplicaCheck, ReplicaWatch
-from syncline.gradients.riders.requests import StopVote, VoteRoute
+from syncline.gradients.riders.requests import StopVote
 from syncline.gradients.user_hooks import HookTable, table_of
 from syncline.liveness.board import BUFFERS_LANE, StepPhase
 from syncline.optimizers.attached import weakly
@@ -446,20 +446,19 @@ class Replica:
         """The reason why replicas are allowed to differ now; "" if all parameters must be equal."""
         return self.drift.reason
 
-    def send_stop_vote(self, vote: StopVote, transport: Transport, *, inside_join: bool) -> VoteRoute:
-        """Send this rank's vote on stopping with the next gradients, if that is possible. Return the route of the vote.
+    def send_stop_vote(self, vote: StopVote, transport: Transport) -> bool:
+        """Send this rank's vote on stopping with the next gradients. Return whether that is possible.
 
         Args:
             vote: the vote of this rank.
             transport: the transport between the ranks that vote.
-            inside_join: whether the call was made inside of `join`.
         """
         if self.drift.rounds is not None:
             self.drift.rounds.check_may_wait("stop_if_asked")
         elif self.transport is transport:
             self.gradients.riders.stop.carry(vote)
-            return VoteRoute.GRADIENTS_ONLY if inside_join else VoteRoute.GRADIENTS
-        return VoteRoute.COLLECTIVE
+            return True
+        return False
 
     def refuse_sharded(self, why: str) -> None:
         """Raise an error if the module is sharded.

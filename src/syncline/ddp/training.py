@@ -12,12 +12,11 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from syncline._torch.modules import is_in_join
-from syncline.checks import checked_number, checked_truth
+from syncline.checks import checked_number, checked_truth, suggests_arguments
 from syncline.ddp.torch_names import TorchNames
 from syncline.gradients.comm_hook import checked_comm_hook
 from syncline.gradients.riders.items import checked_num_items
 from syncline.gradients.riders.metrics import check_metric
-from syncline.suggestions import suggests_arguments
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from syncline._torch.autograd import UNPROFILED, is_profiling, profiled
 from syncline._torch.modules import (
     NotTraced,
     is_compiler_in_use,
@@ -25,10 +26,9 @@ from syncline._torch.modules import (
     while_in_forward_of_ddp,
     with_join_disabled,
 )
-from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
 from syncline._torch.tensors import outside_of_transforms, tree_map_only
 from syncline.buffers.policies import BufferHook, BufferPolicy
-from syncline.checks import checked_flag, checked_truth
+from syncline.checks import checked_flag, checked_truth, suggests_arguments
 from syncline.compression import Compression
 from syncline.contract import Contract
 from syncline.ddp.config import checked_config, checked_truths
@@ -56,7 +56,6 @@ from syncline.records import BackwardRecord, RoundRecord
 from syncline.session.world import transport_of
 from syncline.sharded.sharing import OneCopy, remember_one_copy
 from syncline.strategies import Strategy
-from syncline.suggestions import suggests_arguments
 from syncline.transport.agreement import agree
 from syncline.transport.base import Transport
 from syncline.transport.statistics import Statistics

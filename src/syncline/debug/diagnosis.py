@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from syncline.debug.recording import Call, Event, Recording, Value, how_they_differ
+from syncline.debug.recording import Call, Event, Recording, Value
 from syncline.debug.report import Finding, differing
-from syncline.words import describe_groups, describe_ranks, groups_of, outside_of_largest
+from syncline.words import describe_groups, describe_ranks, groups_of, outside_of_largest, ranks_with
 
 
 class FirstDifference(NamedTuple):
@@ -21,12 +21,8 @@ class FirstDifference(NamedTuple):
     """The stage of the event that differs; "calls" if other modules are called from here on."""
     where: str
     """The call to which the event belongs, in words."""
-    blamed: int
-    """The index of the call whose own code causes the difference; -1 if the user's function causes it."""
-    event: int
-    """The index of the event."""
-    place: int = 0
-    """The index of the value in the event."""
+    blamed: Call | None
+    """The call whose own code causes the difference; None if the user's function causes it."""
     values: tuple[Value | None, ...] = ()
     """The value in each recording."""
     groups: tuple[tuple[int, ...], ...] = ()
@@ -37,44 +33,41 @@ class FirstDifference(NamedTuple):
         """The name of the value, or its position in the inputs or outputs."""
         return next((value.name for value in self.values if value), "")
 
-
-def first_difference(rows: Sequence[Sequence[Event]]) -> FirstDifference | None:
-    """Return the first difference between the events of two or more recordings; None if all are equal."""
-    for index, events in enumerate(zip_longest(*rows)):
-        groups = groups_of([event and event[:4] for event in events])
-        if len(groups) > 1:
-            before = rows[0][index - 1]
-            around = before.call if before.stage == "input" else before.parent
-            return FirstDifference("calls", before.where, around, index, groups=groups)
-        for place, values in enumerate(zip_longest(*(event.values for event in events))):
-            groups = groups_of(values)
-            if len(groups) > 1:
-                stage, where = events[0].stage, events[0].where
-                return FirstDifference(stage, where, _blamed(events[0]), index, place, values, groups)
-    return None
+    @property
+    def amounts(self) -> str:
+        """The value in each of the groups: its type if the types differ, else its sum; "" if unknown."""
+        one_each = [self.values[group[0]] for group in self.groups if self.values]
+        abouts = [value.about if value else "nothing" for value in one_each]
+        shown = abouts if len(set(abouts)) > 1 else [value.amount for value in one_each if value]
+        return " | ".join(filter(None, shown))
 
 
-def _blamed(event: Event) -> int:
-    """Return the index of the call whose own code has computed the values of an event; -1 for the function itself."""
-    return event.parent if event.stage in ("input", "received") else event.call
-
-
-def first_nan(filled: Recording, ordinary: Recording) -> int | None:
-    """Find the first call that computes NaN in a run with filled memory, but not in an ordinary run.
+def first_difference(rows: Sequence[Sequence[Event]], calls: Sequence[Call]) -> FirstDifference | None:
+    """Return the first difference between the events of two or more recordings; None if all are equal.
 
     Args:
-        filled: the run in which uninitialized memory was filled with NaN.
-        ordinary: the run without filling.
-
-    Returns:
-        The index of the call, or -1 if the function itself computed the NaN. None if there is no such call.
+        rows: the events of each recording.
+        calls: the calls of one of the recordings. Up to the first difference, they are those of all.
     """
-    for now, then in zip(filled.events, ordinary.events, strict=False):
-        if now[:4] != then[:4]:
-            return None
-        if any(a.has_nan and not b.has_nan for a, b in zip(now.values, then.values, strict=False)):
-            return _blamed(now)
+    for index, events in enumerate(zip_longest(*rows)):
+        groups = groups_of([event and event[:3] for event in events])
+        if len(groups) > 1:
+            before = rows[0][index - 1]
+            around = _call_of(before, calls, is_outer=before.stage != "input")
+            return FirstDifference("calls", before.where, around, groups=groups)
+        for values in zip_longest(*(event.values for event in events)):
+            groups = groups_of([value and value[:3] for value in values])
+            if len(groups) > 1:
+                stage, where = events[0].stage, events[0].where
+                blamed = _call_of(events[0], calls, is_outer=stage in ("input", "received"))
+                return FirstDifference(stage, where, blamed, values, groups)
     return None
+
+
+def _call_of(event: Event, calls: Sequence[Call], *, is_outer: bool) -> Call | None:
+    """Return the call to which an event belongs, or the call around it. None means the function itself."""
+    call = calls[event.call] if event.call >= 0 else None
+    return call.parent if call and is_outer else call
 
 
 # ---------------------------------------------------------------------- words
@@ -97,14 +90,10 @@ _STATE_OUTSIDE = (
     "and draw from torch's global generator instead of a random number generator of the module's own"
 )
 
-_NEVER_WRITTEN = (
-    "memory that is read before it is written: the output changes if that memory is filled with NaN. Write to a tensor "
-    "from torch.empty, empty_like or new_empty before you read it"
-)
-
 _NOT_DETERMINISTIC = (
-    "a kernel that is not deterministic. The documentation of torch.use_deterministic_algorithms lists them. It makes "
-    "torch use others, or raise an error that names the operation"
+    "a kernel that is not deterministic, or memory that is read before it is written (torch.empty). Call "
+    "torch.use_deterministic_algorithms(True) and compare again: torch then uses other kernels, or raises an error "
+    "that names the operation, and fills such memory with NaN"
 )
 
 _REDUCED = (
@@ -138,16 +127,12 @@ _NOT_REDUCED = (
 )
 
 
-def _named(found: FirstDifference, calls: Sequence[Call]) -> tuple[str, str, str]:
+def _named(found: FirstDifference) -> tuple[str, str, str]:
     """Return the module that causes a difference, its class, and the difference in words."""
-    around = "the function itself" if found.blamed < 0 else calls[found.blamed]
-    text = _WHAT[found.stage].format(name=found.name, where=found.where, around=around)
-    return *_of_call(found.blamed, calls), " ".join(text.split())
-
-
-def _of_call(index: int, calls: Sequence[Call]) -> tuple[str, str]:
-    """Return the name and the class of a call's module. Return two empty strings if there is no call."""
-    return (calls[index].module, calls[index].kind) if index >= 0 else ("", "")
+    call = found.blamed
+    around = call or "the function itself"
+    text = " ".join(_WHAT[found.stage].format(name=found.name, where=found.where, around=around).split())
+    return (call.module, call.kind, text) if call else ("", "", text)
 
 
 # ---------------------------------------------------------------------- within a rank
@@ -161,79 +146,70 @@ class OwnFinding(NamedTuple):
     what: str
     """A description of the difference, without the rank and without the size."""
     causes: Sequence[str]
-    size: str = ""
-    """The size of the difference for this rank's own data, in words; "" if unknown."""
+    amounts: str = ""
+    """The two values, for this rank's own data; see `FirstDifference.amounts`."""
 
 
-def own_findings(runs: Sequence[Recording], *, is_reduced: bool) -> list[OwnFinding]:
-    """Return the findings about the runs of this rank, all of which began from the same state.
-
-    An output that depends on memory that was never written is a finding even if two runs happen to agree.
+def own_finding(first: Recording, second: Recording, *, is_reduced: bool) -> OwnFinding | None:
+    """Return the finding about two runs of this rank, which began from the same state; None if they are equal.
 
     Args:
-        runs: two ordinary runs; and two with deterministic algorithms, in which uninitialized memory was filled with
-            NaN, unless these failed.
+        first: a run.
+        second: another run.
         is_reduced: whether the gradients of parameters are means over ranks.
     """
-    first, second, *filled = runs
-    found = first_difference([first.events, second.events])
-    nan_call = first_nan(filled[0], first) if filled else None
-    findings = []
-    if found:
-        module, kind, what = _named(found, first.calls)
-        causes = []
-        if found.blamed >= 0 and (changed := first.changed.get(module)):
-            causes.append(_STATE_OUTSIDE.format(changed=", ".join(changed)))
-        if nan_call == found.blamed:
-            causes.append(_NEVER_WRITTEN)
-        elif filled and first_difference([run.events for run in filled]) is None:
-            causes.append(f"{_NOT_DETERMINISTIC}. With deterministic algorithms, two runs agree, bit by bit")
-        key = found.event, found.place
-        sized = key in first.copies and key in second.copies
-        size = how_they_differ(first.copies[key], second.copies[key]) if sized else ""
-        causes = causes or _usual_causes(found, first, is_reduced=is_reduced)
-        findings.append(
-            OwnFinding(module, kind, f"two runs from the same state: {what}", tuple(causes), size)
-        )
-    if nan_call is not None and (not found or found.blamed != nan_call):
-        named = first.calls[nan_call] if nan_call >= 0 else "the function itself"
-        what = f"in any run: an output of {named} depends on memory that was never written"
-        findings.append(OwnFinding(*_of_call(nan_call, first.calls), what, (_NEVER_WRITTEN,)))
-    return findings
+    found = first_difference([first.events, second.events], first.calls)
+    if found is None:
+        return None
+    module, kind, what = _named(found)
+    changes = {name: _changes(before, second.settings[name]) for name, before in first.settings.items()}
+    if found.blamed and changes[module]:
+        causes = [_STATE_OUTSIDE.format(changed=", ".join(changes[module]))]
+    elif found.stage == "gradients" and is_reduced:
+        causes = [_REDUCED]
+    elif not found.blamed and found.stage in ("input", "calls"):
+        causes = [_OTHER_DATA]
+    else:
+        seen = [
+            f"{name or 'the outermost module'}: {', '.join(texts)}"
+            for name, texts in changes.items()
+            if texts
+        ]
+        elsewhere = f"; attributes that the run has changed: {'; '.join(seen)}" if seen else ""
+        causes = [_STATE_NOT_RESTORED + elsewhere, _NOT_DETERMINISTIC]
+    return OwnFinding(module, kind, f"two runs from the same state: {what}", causes, found.amounts)
 
 
-def _usual_causes(found: FirstDifference, first: Recording, *, is_reduced: bool) -> list[str]:
-    """Return the usual causes of a difference that the observations do not explain."""
-    if found.stage == "gradients" and is_reduced:
-        return [_REDUCED]
-    if found.blamed < 0 and found.stage in ("input", "calls"):
-        return [_OTHER_DATA]
-    seen = [f"{name or 'the outermost module'}: {', '.join(texts)}" for name, texts in first.changed.items()]
-    elsewhere = f"; attributes that the run has changed: {'; '.join(seen)}" if seen else ""
-    return [_STATE_NOT_RESTORED + elsewhere, _NOT_DETERMINISTIC]
+def _changes(before: Mapping[str, Value], after: Mapping[str, Value]) -> list[str]:
+    """Describe the attributes of a module that have changed."""
+    pairs = {name: (before.get(name, "nothing"), after.get(name, "nothing")) for name in {**before, **after}}
+    return [
+        f"{name} went from {was} to {now if str(now) != str(was) else 'another one'}"
+        for name, (was, now) in pairs.items()
+        if was != now
+    ]
 
 
-def merged(of_ranks: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
-    """Merge the findings of all ranks into one list. Equal findings of several ranks become one finding.
+def merged(of_ranks: Sequence[Sequence[Any] | None]) -> list[Finding]:
+    """Return the findings of all ranks. Equal findings of several ranks become one finding.
 
     Args:
-        of_ranks: the findings of each rank, in rank order. The result keeps this order.
+        of_ranks: the fields of the `OwnFinding` of each rank, in rank order. The result keeps this order.
 
     Examples:
-        >>> noise = OwnFinding(module="mix", kind="Mix", what="two runs: mix differs", causes=(), size="by 1")
-        >>> print(*merged([[noise], [], [noise]]))
-        ranks 0, 2, two runs: mix differs (rank 0: by 1)
+        >>> noise = OwnFinding(module="mix", kind="Mix", what="two runs: mix differs", causes=(), amounts="1 | 2")
+        >>> print(*merged([noise, None, noise]))
+        ranks 0, 2, two runs: mix differs (rank 0: 1 | 2)
     """
-    sizes: dict[OwnFinding, dict[int, str]] = {}
-    for rank, findings in enumerate(of_ranks):
-        for one in findings:
-            alike = one._replace(causes=tuple(one.causes), size="")
-            sizes.setdefault(alike, {})[rank] = one.size
+    own = {rank: OwnFinding(*fields) for rank, fields in enumerate(of_ranks) if fields}
+    alike = ranks_with(
+        {rank: one._replace(causes=tuple(one.causes), amounts="") for rank, one in own.items()}
+    )
     found = []
-    for (module, kind, what, causes, _), by_rank in sizes.items():
-        size = next((f" (rank {rank}: {size})" for rank, size in by_rank.items() if size), "")
-        text = f"{describe_ranks([*by_rank])}, {what}{size}"
-        found.append(Finding(ranks=tuple(by_rank), module=module, kind=kind, what=text, causes=tuple(causes)))
+    for (module, kind, what, causes, _), ranks in alike.items():
+        amounts = f" (rank {ranks[0]}: {own[ranks[0]].amounts})" if own[ranks[0]].amounts else ""
+        text = f"{describe_ranks(ranks)}, {what}{amounts}"
+        found.append(Finding(ranks=tuple(ranks), module=module, kind=kind, what=text, causes=tuple(causes)))
     return found
 
 
@@ -243,7 +219,6 @@ def merged(of_ranks: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
 def between_ranks(
     found: FirstDifference,
     calls: Sequence[Call],
-    size: str,
     *,
     settings: Sequence[Mapping[str, Value]],
     facts: Sequence[Mapping[str, str]],
@@ -253,24 +228,24 @@ def between_ranks(
     Args:
         found: the first difference. Its groups are groups of ranks.
         calls: the calls of the run on this rank.
-        size: the size of the difference, in words; "" if unknown.
         settings: the attributes of the blamed module on each rank, by their names.
         facts: versions, hardware and settings of each rank.
     """
-    module, kind, what = _named(found, calls)
+    module, kind, what = _named(found)
     if found.stage == "state":
         module = found.name.rpartition(".")[0]
         kind = next((call.kind for call in calls if call.module == module), "")
         causes = [_REPLICAS_APART]
     else:
         causes = [f"its attribute {name} differs: {text}" for name, text in differing(settings).items()]
-        causes += [_OTHER_DATA] if found.blamed < 0 else []
+        causes += [_OTHER_DATA] if not found.blamed else []
         causes += [f"{name}: {text}" for name, text in differing(facts).items() if name != "host"]
+    amounts = f" ({found.amounts})" if found.amounts else ""
     return Finding(
         ranks=outside_of_largest(found.groups),
         module=module,
         kind=kind,
-        what=f"between ranks ({describe_groups(found.groups)}): {what}{size and f': {size}'}",
+        what=f"between ranks ({describe_groups(found.groups)}): {what}{amounts}",
         causes=tuple(causes) or (_ALL_ELSE_EQUAL,),
     )
 

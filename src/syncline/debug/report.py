@@ -116,27 +116,19 @@ class Report:
 
 
 def differing(rows: Sequence[Mapping[str, object]]) -> dict[str, str]:
-    """Return a description of the values that are not the same on all ranks, by name; see `by_value`.
+    """Return a description of the values that are not the same on all ranks, by name. Each
+    value is written once, with the ranks that have it.
 
     Examples:
         >>> differing([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1}])
         {'b': '1 (rank 0), 2 (rank 1), nothing (rank 2)'}
     """
-    values = {name: [row.get(name, "nothing") for row in rows] for name in dict.fromkeys(chain(*rows))}
-    return {name: by_value([*map(str, own)]) for name, own in values.items() if len(set(own)) > 1}
-
-
-def by_value(values: Sequence[str]) -> str:
-    """Describe the values of all ranks in one line. Each value is written once, with the ranks that have it.
-
-    Examples:
-        >>> by_value(["1", "1"]), by_value(["1", "2"])
-        ('1', '1 (rank 0), 2 (rank 1)')
-    """
-    ranks = ranks_with(dict(enumerate(values)))
-    if len(ranks) == 1:
-        return values[0]
-    return ", ".join(f"{value} ({describe_ranks(held)})" for value, held in ranks.items())
+    found = {}
+    for name in dict.fromkeys(chain(*rows)):
+        ranks = ranks_with({rank: row.get(name, "nothing") for rank, row in enumerate(rows)})
+        if len(ranks) > 1:
+            found[name] = ", ".join(f"{value} ({describe_ranks(held)})" for value, held in ranks.items())
+    return found
 
 
 def _listed(texts: Sequence[str]) -> list[str]:

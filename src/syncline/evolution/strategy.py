@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline import tracebacks
-from syncline.checks import checked_count, checked_function, checked_number, checked_state
+from syncline.checks import checked_count, checked_function, checked_number, checked_state, suggests_arguments
 from syncline.contract import Contract, Row
 from syncline.equality.fingerprint import fingerprints
 from syncline.errors import PeerFailed, SynclineError
@@ -38,7 +38,6 @@ from syncline.optimizers.attached import settings_of
 from syncline.optimizers.contents import made_optimizer
 from syncline.records import EvolutionRecord
 from syncline.session.world import transport_of
-from syncline.suggestions import suggests_arguments
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.targets import named_tensors
 from syncline.transport.agreement import PAYLOAD_BYTES, describe_tensors, exchange, gather_rows

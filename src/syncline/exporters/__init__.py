@@ -1,6 +1,6 @@
 """Exporters: observers that pass the events of a run to TensorBoard, OpenTelemetry or Prometheus.
 
-Imports: faces, suggestions, checks, user_code, events.
+Imports: faces, checks, user_code, events.
 
 Each exporter is a thin layer on the client library of its tool. The library is imported when an exporter is made.
 

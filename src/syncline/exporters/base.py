@@ -21,20 +21,19 @@ _GUARDED = {name for name in vars(events.Observer) if not name.startswith("_")} 
 """The methods of an exporter whose errors end the exporter, and not the program."""
 
 
-def import_client(module: str, *, exporter: str, extra: str) -> Any:
+def import_client(module: str, *, exporter: str) -> Any:
     """Import a module of a client library, and return it.
 
     Args:
         module: the name of the module.
-        exporter: the exporter that needs it.
-        extra: the extra of Syncline that installs the client library.
+        exporter: the exporter that needs it. The extra of Syncline that installs the client library has its name.
 
     Raises:
         ImportError: the client library is not installed, or its import fails.
 
     Examples:
         >>> try:
-        ...     import_client("no_such_module", exporter="X", extra="x")
+        ...     import_client("no_such_module", exporter="X")
         ... except ImportError as error:
         ...     print(error)
         sl.exporters.X needs a package (No module named 'no_such_module'): pip install 'syncline[x]'
@@ -42,9 +41,8 @@ def import_client(module: str, *, exporter: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
-            f"sl.exporters.{exporter} needs a package ({error}): pip install 'syncline[{extra}]'"
-        ) from error
+        remedy = f"pip install 'syncline[{exporter.lower()}]'"
+        raise ImportError(f"sl.exporters.{exporter} needs a package ({error}): {remedy}") from error
 
 
 class Exporter(events.Observer):

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from syncline import events
-from syncline.checks import checked_count
+from syncline.checks import checked_count, suggests_arguments
 from syncline.exporters.base import MetricExporter, import_client
-from syncline.suggestions import suggests_arguments
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -54,9 +53,8 @@ class OpenTelemetry(MetricExporter):
     def __init__(self, *, every: int = 10) -> None:
         super().__init__()
         every = checked_count("every", every, at_least=1)
-        needed = {"exporter": "OpenTelemetry", "extra": "opentelemetry"}
-        self._spans = _Spans(import_client("opentelemetry.trace", **needed), every)
-        meter = import_client("opentelemetry.metrics", **needed).get_meter(_SCOPE)
+        self._spans = _Spans(import_client("opentelemetry.trace", exporter="OpenTelemetry"), every)
+        meter = import_client("opentelemetry.metrics", exporter="OpenTelemetry").get_meter(_SCOPE)
         histogram, counter, gauge = meter.create_histogram, meter.create_counter, meter.create_gauge
         discarded = counter("syncline.steps.discarded", "{step}", "Optimizer steps that were not made")
         self._metrics = {

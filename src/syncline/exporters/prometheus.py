@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from syncline import events
-from syncline.checks import checked_kind
+from syncline.checks import checked_kind, suggests_arguments
 from syncline.exporters.base import MetricExporter, import_client
-from syncline.suggestions import suggests_arguments
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -71,7 +70,7 @@ class Prometheus(MetricExporter):
     @suggests_arguments
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         super().__init__()
-        client = import_client("prometheus_client", exporter="Prometheus", extra="prometheus")
+        client = import_client("prometheus_client", exporter="Prometheus")
         registry = client.REGISTRY if registry is None else registry
         checked_kind("registry", registry, client.CollectorRegistry, "a CollectorRegistry")
         self._metrics: dict[str, Any] = {}

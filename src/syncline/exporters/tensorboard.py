@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncline import events
-from syncline.checks import checked_count, checked_flag, what_it_is
+from syncline.checks import checked_count, checked_flag, suggests_arguments, what_it_is
 from syncline.exporters.base import Exporter, import_client
-from syncline.suggestions import suggests_arguments
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -61,7 +60,7 @@ class TensorBoard(Exporter):
         super().__init__()
         self._every = checked_count("every", every, at_least=1)
         self._all_ranks = checked_flag("all_ranks", all_ranks)
-        self._client = import_client("torch.utils.tensorboard", exporter="TensorBoard", extra="tensorboard")
+        self._client = import_client("torch.utils.tensorboard", exporter="TensorBoard")
         given: Any = writer_or_dir
         self._given: SummaryWriter | None = (
             None if isinstance(given, type) or not hasattr(given, "add_scalar") else given

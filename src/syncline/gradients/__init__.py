@@ -1,6 +1,6 @@
 """The averaging of gradients during backward: hooks fill buckets, and buckets are reduced while backward runs.
 
-Imports: errors, suggestions, words, checks, records, native, user_code, events, _torch, liveness, transport, session,
+Imports: errors, words, checks, records, native, user_code, events, _torch, liveness, transport, session,
 optimizers, tensors, equality.
 
 backward.py           one backward: its state, its graph tasks, and the wrapper to which it belongs

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
+from syncline._torch.autograd import UNPROFILED, is_profiling, profiled
 from syncline._torch.tensors import foreach_copy_, gradient_dtype
 from syncline.gradients.bucket_plan import BucketPlan
 from syncline.gradients.comm_hook import CommHook, GradBucket

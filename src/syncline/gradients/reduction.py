@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from syncline._torch.profiler import UNPROFILED, is_profiling, profiled
+from syncline._torch.autograd import UNPROFILED, is_profiling, profiled
 from syncline._torch.tensors import foreach_div_
 from syncline.errors import SynclineError
 from syncline.events import OBSERVERS

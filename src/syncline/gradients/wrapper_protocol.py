@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from syncline.gradients.riders.requests import StopVote, VoteRoute
+from syncline.gradients.riders.requests import StopVote
 from syncline.transport.base import Transport
 
 
@@ -59,13 +59,12 @@ class ReplicaProtocol(Protocol):
             ValueError: the module was wrapped with `sharded=True`.
         """
 
-    def send_stop_vote(self, vote: StopVote, transport: Transport, *, inside_join: bool) -> VoteRoute:
-        """Let the next synchronized backwards carry a vote on stopping, if possible. Return the route of the vote.
+    def send_stop_vote(self, vote: StopVote, transport: Transport) -> bool:
+        """Let the next synchronized backwards carry a vote on stopping, if possible. Return whether it is possible.
 
         Args:
             vote: the vote of this rank, which also receives the other ranks' votes.
             transport: the transport between the ranks that have to agree.
-            inside_join: whether the wrapper is inside of `join`.
 
         Raises:
             SynclineError: the ranks cannot wait for each other now, because they serve parameters (`ParameterServer`).

@@ -140,31 +140,31 @@ def _all(of: WeakSet[T]) -> list[T]:
 
 
 class Keeper:
-    """A thread that keeps process groups alive, and then drops them.
+    """A thread that keeps process groups, or operations, alive, and then drops them.
 
     Args:
-        groups: the groups. Nobody else may hold a reference to this list.
+        kept: a list of them, which is cleared then. Nobody else may hold a reference to this list.
         seconds: how long they are kept at most.
 
     Raises:
         RuntimeError: Python is ending, and starts no threads.
     """
 
-    def __init__(self, groups: list[object], seconds: float) -> None:
+    def __init__(self, kept: list[Any], seconds: float) -> None:
         self._is_over = threading.Event()
-        arguments = groups, seconds, self._is_over
+        arguments = kept, seconds, self._is_over
         self._thread = threading.Thread(
-            target=_keep, args=arguments, name="syncline keeps groups", daemon=True
+            target=_keep, args=arguments, name="syncline keeps memory", daemon=True
         )
         self._thread.start()
 
     def drop(self) -> None:
-        """Drop the groups now. This method does not wait for it."""
+        """Drop them now. This method does not wait for it."""
         AT_EXIT.wait_for(self._thread)
         self._is_over.set()
 
 
-def _keep(groups: list[object], seconds: float, is_over: threading.Event) -> None:
+def _keep(kept: list[Any], seconds: float, is_over: threading.Event) -> None:
     is_over.wait(seconds)
     AT_EXIT.wait_for(threading.current_thread())
-    groups.clear()
+    kept.clear()

@@ -55,24 +55,22 @@ class FailedWait:
             timeout_seconds: the timeout.
             error: the error of the backend, if the backend has noticed it.
         """
-        places = self._health.places()
-        late = self._late(places, timeout_seconds)
-        return self._ended(CollectiveTimeout, late, self._see_stack(places), places, error)
-
-    def _see_stack(self, places: dict[int, Place]) -> str:
-        """Return what may be wrong with late ranks, and how to see where one of them is."""
-        processes = self._health.processes_here()
-        late = [rank for rank in absent_ranks(self._work.as_wait(), places) if rank in processes]
-        return (
-            f"{LATE}. Stack of rank {late[0]}: py-spy dump --pid {processes[late[0]].pid}" if late else LATE
-        )
+        health, wait = self._health, self._work.as_wait()
+        places, processes = health.places(), health.notices.processes_here()
+        absent = absent_ranks(wait, places)
+        unseen = [rank for rank in range(health.size) if rank not in places]
+        what = describe_late(sorted([*absent, *unseen]), places, health.place(), wait.words, timeout_seconds)
+        remedy = LATE
+        if here := [rank for rank in absent if rank in processes]:
+            remedy += f". Stack of rank {here[0]}: py-spy dump --pid {processes[here[0]].pid}"
+        return self._ended(CollectiveTimeout, what, remedy, places, error)
 
     def broken_by(self, error: RuntimeError) -> SynclineError:
         """Return the error of Syncline that corresponds to an error of the backend."""
         kind, what, remedy = _meaning(str(error))
         if kind is PeerLost:
             return self._connection_lost(error)
-        published = self._health.published_failure()
+        published = self._health.notices.failure()
         if published is not None and published.kind is PeerFailed:
             return self._health.adopted(published)
         if kind is CollectiveTimeout:
@@ -81,7 +79,7 @@ class FailedWait:
 
     def lost(self, ranks: Sequence[int]) -> SynclineError:
         """Return the error for a wait in which the processes of these ranks have ended."""
-        published = self._health.published_failure()
+        published = self._health.notices.failure()
         if published is not None:
             return self._health.adopted(published)
         places = self._health.places()
@@ -105,12 +103,12 @@ class FailedWait:
         is_seen_here = health.size == 2 or health.are_all_here()
         patience_seconds = _LOCAL_CAUSE_SECONDS if is_seen_here else _REMOTE_CAUSE_SECONDS
         places, pause_seconds = first, _PAUSE_SECONDS
-        while health.notices is not None:
+        while True:
             looked = time.monotonic()
             ended = health.ended_ranks()
             places = health.places()
             left = [rank for rank, place in sorted(places.items()) if place.has_left]
-            if health.published_failure() is not None or not set(ended) <= set(left):
+            if health.notices.failure() is not None or not set(ended) <= set(left):
                 return self.lost(ended)
             if left:
                 return self._left(left, places)
@@ -155,22 +153,17 @@ class FailedWait:
         """Return the known places of all ranks, by rank, after `ranks` have published that they wait in this call.
 
         First publish the place of this rank. Then wait, at most for one second, until all of `ranks` have published
-        their places. If a rank publishes too late, its last known place is
-        returned, which does not contain its wait.
+        their places. If a rank publishes too late, its last known place is returned, which does not contain its wait.
+        If a peer has published a failure meanwhile, raise it.
         """
         health = self._health
         here = replace(health.place(code=user_code(sys._getframe())), wait=wait)
-        places = {health.rank: here}
-        if health.notices is None:
-            return places
         health.notices.post(lambda: here)
         deadline = time.monotonic() + _PLACES_SECONDS
         while True:
             places = {**health.notices.places(), health.rank: here}
             late = [rank for rank in ranks if rank not in places or not places[rank].is_in(wait)]
-            published = health.published_failure()
-            if published is not None:
-                health.adopt(published)
+            health.raise_if_published()
             if not late or health.failure is not None or time.monotonic() > deadline:
                 return {r: replace(p, wait=None, opening=None) if r in late else p for r, p in places.items()}
             time.sleep(_PAUSE_SECONDS)
@@ -201,12 +194,6 @@ class FailedWait:
             text = "\n".join(lines)
             raise health.failed(Failure(CollectiveMismatch, text, is_common=True, stuck_ranks=stuck))
 
-    def _late(self, places: dict[int, Place], seconds: float) -> str:
-        wait, here = self._work.as_wait(), self._health.place()
-        unseen = [rank for rank in range(self._health.size) if rank not in places]
-        late = sorted([*absent_ranks(wait, places), *unseen])
-        return describe_late(late, places, here, wait.words, seconds)
-
     def _ended(
         self,
         kind: type[SynclineError],
@@ -222,7 +209,9 @@ class FailedWait:
             lines.append(describe_places(places, size=health.size, ages=health.ages(places)))
         lines.append(remedy)
         if error is not None:
-            lines.append(f"{health.backend} reported: {_without_cpp_frames(str(error))}")
+            # Without torch's C++ stack trace
+            message = str(error).partition("\nException raised from ")[0].rstrip()
+            lines.append(f"{health.backend} reported: {message}")
         return health.failed(Failure(kind, "\n".join(lines)))
 
 
@@ -262,11 +251,6 @@ _ONE_GPU_EACH = (
 )
 
 _SIGNS_OF_LOSS = ("connect", "broken pipe", "socket", "peer", "pair closure", "ncclremoteerror")
-
-
-def _without_cpp_frames(message: str) -> str:
-    """Return a backend's error message without torch's C++ stack trace. Keep all lines before the stack trace."""
-    return message.partition("\nException raised from ")[0].rstrip()
 
 
 def is_of_backend(error: RuntimeError) -> bool:

@@ -119,7 +119,6 @@ class Health:
     Args:
         main: the first lane.
         board: the step, phase and bucket of this rank.
-        notices: the notices of the group; None for a group of one rank.
         rank: this rank in the group.
         size: the number of ranks in the group.
         backend: the name of the backend. Messages show it.
@@ -130,7 +129,6 @@ class Health:
         self,
         main: Lane,
         board: Board,
-        notices: Notices | None,
         *,
         rank: int,
         size: int,
@@ -145,7 +143,7 @@ class Health:
         self.position = Position(board, self.lanes)
         self.rank = rank
         self.size = size
-        self.notices = notices
+        self.notices = Notices(rank=rank, size=size)
         self.backend = backend
         self.calling_thread = 0
         """The id of the only thread that has started collectives; 0 if no thread has, -1 if several threads have."""
@@ -174,7 +172,7 @@ class Health:
             self.failure = (
                 failure  # first, because a published failure may end the waits of this rank's other threads
             )
-            first = failure if self.notices is None else self.notices.publish(failure)
+            first = self.notices.publish(failure)
             if first.is_common:
                 self.failure = first
             for inform_peers in self.on_failure:
@@ -220,13 +218,12 @@ class Health:
 
         The group has several ranks. For the arguments, see `Notices.use`.
         """
-        assert self.notices is not None
         self.notices.use(medium, processes)
         publisher().add(self)
 
     def leave(self) -> None:
         """Publish that this rank shuts down normally and will make no more calls."""
-        if self.failure is None and self.notices is not None:
+        if self.failure is None:
             self.notices.leave(self.place(has_left=True))
 
     def close(self) -> None:
@@ -236,26 +233,18 @@ class Health:
             self.failure = CLOSED
         self.lanes.clear()
 
-    def published_failure(self) -> Failure | None:
-        """Return the failure that a rank of the group has published. Return None if no rank has published one."""
-        return None if self.notices is None else self.notices.failure()
-
     def raise_if_published(self) -> None:
         """Raise an error if a rank of the group has published a failure."""
-        published = self.published_failure()
+        published = self.notices.failure()
         if published is not None:
             raise self.adopted(published)
 
     def adopted(self, failure: Failure) -> SynclineError:
-        """Record a failure that a peer has published, and return the error to raise on this rank."""
-        self.adopt(failure)
-        return self.error()
-
-    def adopt(self, failure: Failure) -> None:
-        """Record a failure that a peer has published, unless this rank has already recorded a failure."""
+        """Record a failure that a peer has published, unless there is one. Return the error to raise on this rank."""
         if self.failure is None:
             self.failure = failure
             self._keep_groups()
+        return self.error()
 
     def _keep_groups(self) -> None:
         """Keep the process groups alive until all pending operations must have ended.
@@ -302,7 +291,7 @@ class Health:
 
     def places(self) -> dict[int, Place]:
         """Return the last published place of each rank, and this rank's current place."""
-        published = {} if self.notices is None else self.notices.places()
+        published = self.notices.places()
         now = time.monotonic()
         for rank, place in published.items():
             if self._reports.get(rank, (None,))[0] != place.seen:
@@ -325,17 +314,13 @@ class Health:
         found.pop(self.rank, None)
         return found
 
-    def processes_here(self) -> Mapping[int, RankProcess]:
-        """Return the processes of the other ranks on this host, by rank."""
-        return {} if self.notices is None else self.notices.processes_here()
-
     def are_all_here(self) -> bool:
         """Return whether the processes of all other ranks are known to be on this host."""
-        return len(self.processes_here()) == self.size - 1
+        return len(self.notices.processes_here()) == self.size - 1
 
     def ended_ranks(self) -> list[int]:
         """Return those other ranks on this host whose processes have ended."""
-        return sorted(rank for rank, process in self.processes_here().items() if process.has_ended())
+        return sorted(rank for rank, process in self.notices.processes_here().items() if process.has_ended())
 
     def killed_ranks(self) -> dict[int, float]:
         """Return those other ranks on this host whose processes have ended, although they had not left the group.
@@ -345,7 +330,7 @@ class Health:
         Returns:
             For each of these ranks, how many seconds ago this method has found it for the first time.
         """
-        known = {} if self.notices is None else self.notices.known_processes_here()
+        known = self.notices.known_processes_here()
         ended = [
             rank
             for rank, process in known.items()
@@ -363,7 +348,7 @@ class Health:
 
     def stopped_ranks(self) -> list[int]:
         """Return those other ranks on this host whose processes are stopped by SIGSTOP, Ctrl-Z or a debugger."""
-        return sorted(rank for rank, process in self.processes_here().items() if process.is_stopped())
+        return sorted(rank for rank, process in self.notices.processes_here().items() if process.is_stopped())
 
 
 CLOSED = Failure(

@@ -265,7 +265,7 @@ _JOIN_SECONDS = 5.0
 class Published(Protocol):
     """An object that has a place for the publisher to publish. `Health` is such an object."""
 
-    notices: Notices | None
+    notices: Notices
     rank: int
     calling_thread: int
 
@@ -333,7 +333,7 @@ class Publisher:
                 self._publish(what)
 
     def _publish(self, what: Published) -> None:
-        if what.notices is None or not what.is_live():
+        if not what.is_live():
             with self._lock:
                 self._last_places.pop(what, None)
             return
@@ -344,7 +344,7 @@ class Publisher:
         self._is_learning |= what.notices.is_learning
         place = self._last_places.get(what)
         if place is not None and place.wait is not None and place.wait.is_torchs:
-            self._end_torch_call(what, what.notices)
+            self._end_torch_call(what)
 
     def _emit(self, what: Published, before: Place | None) -> None:
         place = self._last_places.get(what)
@@ -353,9 +353,9 @@ class Publisher:
                 seen = PlaceSeen(what.rank, place.step, str(place), time.perf_counter())
                 emit(OBSERVERS.place_seen, seen)
 
-    def _end_torch_call(self, what: Published, notices: Notices) -> None:
+    def _end_torch_call(self, what: Published) -> None:
         """End the main thread's call of torch.distributed by an error if a peer has proved that it can never end."""
-        failure, call = notices.failure(), call_in_dump(dump_of_main_thread())
+        failure, call = what.notices.failure(), call_in_dump(dump_of_main_thread())
         if failure is not None and call is not None and what.rank in failure.stuck_ranks:
             call.end(what.adopted(failure))
 

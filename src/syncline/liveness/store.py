@@ -301,23 +301,8 @@ def _converter(hint: Any) -> Convert:
     return lambda value: _checked(value, hint)
 
 
-_SIMPLE_HINTS = {
-    "int": int,
-    "float": float,
-    "str": str,
-    "bool": bool,
-    "int | None": int | None,
-    "str | None": str | None,
-    "list[str]": list[str],
-    "list[str] | None": list[str] | None,
-}
-"""Types of fields by their source texts. To evaluate the texts of one class takes half a millisecond of `sl.init`."""
-
-
 def _converter_of_dataclass(kind: type) -> Convert:
-    hints: dict[str, Any] = {field.name: _SIMPLE_HINTS.get(str(field.type)) for field in fields(kind)}
-    if None in hints.values():
-        hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind)
     converters = {field.name: _converter(hints[field.name]) for field in fields(kind)}
     required = {
         field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING

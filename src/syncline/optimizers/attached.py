@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from syncline._torch.autograd import profiled
 from syncline._torch.optimizers import mark_step_as_made
-from syncline._torch.profiler import profiled
 from syncline._torch.tensors import version_of
 from syncline.errors import SynclineError
-from syncline.optimizers.contents import parameters_of
+from syncline.optimizers.contents import floating_state, parameters_of
 from syncline.words import format_count
 
 
@@ -162,11 +162,14 @@ class AttachedOptimizer:
             return self._counted_step(inner, args, kwargs)
 
     def _counted_step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure, args, kwargs = _with_closure(
-            functools.partial(_Closure, functools.partial(self._before_step, self), self._discards),
-            args,
-            kwargs,
-        )
+        closure = None
+        wrap = functools.partial(_Closure, functools.partial(self._before_step, self), self._discards)
+        if args and callable(args[0]):
+            closure = wrap(args[0])
+            args = (closure, *args[1:])
+        elif callable(kwargs.get("closure")):
+            closure = wrap(kwargs["closure"])
+            kwargs = {**kwargs, "closure": closure}
         if closure is None:
             self._before_step(self)
         if self._discards is not None:
@@ -184,16 +187,13 @@ class AttachedOptimizer:
             result = inner(*args, **kwargs)
         except BaseException:
             if self._counts_failed and self._version() != version:
-                self._count(Outcome.FAILED)
+                self._ended(Outcome.FAILED)
             raise
-        self._count(Outcome.MADE)
+        self._ended(Outcome.MADE)
         return result
 
-    def _count(self, outcome: Outcome) -> None:
-        self.num_steps += 1
-        self._ended(outcome)
-
     def _ended(self, outcome: Outcome) -> None:
+        self.num_steps += outcome is not Outcome.DISCARDED
         if self._after_step is not None:
             self._after_step(self, outcome)
 
@@ -236,6 +236,62 @@ class AttachedOptimizer:
         ]
 
 
+class Optimizers:
+    """The attached optimizers of one module, and a count of the steps of each optimizer.
+
+    A step of the module is complete as soon as each attached optimizer has taken it.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        """The number of steps that every attached optimizer has taken."""
+        self._taken: dict[AttachedOptimizer, int] = {}
+
+    @property
+    def attached(self) -> list[AttachedOptimizer]:
+        """The attached optimizers, in the order in which they were attached."""
+        return list(self._taken)
+
+    def watch(self, attached: AttachedOptimizer, replaced: Collection[AttachedOptimizer]) -> None:
+        """Count the steps of an attached optimizer from now on.
+
+        The steps of the optimizers in `replaced` are no longer counted.
+        """
+        self._taken = {known: taken for known, taken in self._taken.items() if known not in replaced}
+        self._taken[attached] = self.num_steps
+
+    def add_step(self, attached: AttachedOptimizer) -> bool:
+        """Count one step of an optimizer. Return whether every attached optimizer has now taken this step."""
+        self._taken[attached] += 1
+        if min(self._taken.values()) == self.num_steps:
+            return False
+        self.num_steps += 1
+        return True
+
+    def continue_at(self, step: int, taken: Sequence[int] | None = None) -> None:
+        """Set the number of steps that every attached optimizer has taken, for example after a state was loaded.
+
+        Args:
+            step: the number of steps that all optimizers have taken.
+            taken: the number of steps of each optimizer, if some have taken one more.
+        """
+        self.num_steps = step
+        self._taken = dict(zip(self._taken, taken or [step] * len(self._taken), strict=True))
+
+    @property
+    def taken(self) -> list[int]:
+        """The number of steps of each optimizer, in the order in which they were attached."""
+        return list(self._taken.values())
+
+    def floating_state(self) -> list[tuple[str, Tensor]]:
+        """Return the floating-point tensors of the optimizers' states, with names that are the same on all ranks."""
+        return [
+            (f"optimizer {number}, {name}", tensor)
+            for number, attached in enumerate(self._taken)
+            for name, tensor in floating_state(attached.optimizer)
+        ]
+
+
 class _Link:
     """A link from an optimizer's step to its `AttachedOptimizer`. It keeps neither of these objects alive."""
 
@@ -267,12 +323,6 @@ def _link_of(optimizer: Optimizer) -> _Link:
             return link
         link = getattr(link.inner, _LINK, None)
     link = _Link(unbound(optimizer, inner))
-    optimizer.step = _bound(optimizer, link, inner)  # type: ignore[method-assign]
-    return link
-
-
-def _bound(optimizer: Optimizer, link: _Link, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that replaces `optimizer.step` and calls the step of `link`."""
 
     @functools.wraps(inner)
     def step(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -283,8 +333,8 @@ def _bound(optimizer: Optimizer, link: _Link, inner: Callable[..., Any]) -> Call
     for function in (step, bound):
         setattr(function, _LINK, link)
     bound.__signature__ = inspect.signature(inner)  # because a GradScaler looks for a parameter by name
-    own: Callable[..., Any] = bound
-    return own
+    optimizer.step = bound  # type: ignore[method-assign]
+    return link
 
 
 class _Closure:
@@ -325,23 +375,6 @@ class _Closure:
                 'its closure once per step, or use on_nonfinite="raise"'
             )
         return loss
-
-
-def _with_closure(
-    wrap: Callable[[Callable[[], Any]], _Closure], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[_Closure | None, tuple[Any, ...], dict[str, Any]]:
-    """Wrap the closure if the arguments of a step contain one.
-
-    Returns:
-        The wrapped closure (None if there is no closure), and the arguments of the step with the wrapped closure.
-    """
-    if args and callable(args[0]):
-        closure = wrap(args[0])
-        return closure, (closure, *args[1:]), kwargs
-    if callable(kwargs.get("closure")):
-        closure = wrap(kwargs["closure"])
-        return closure, args, {**kwargs, "closure": closure}
-    return None, args, kwargs
 
 
 def to_replace(

@@ -103,21 +103,16 @@ class OptimizerNumbers:
         received: dict[str, Any] = {}
         for numbers, tensor in zip((self._integers, self._floats), self.tensors, strict=True):
             received.update(zip(numbers, tensor.tolist(), strict=True))
-        nodes = dict(_nodes(self._optimizer))
-        for index, group in enumerate(self._optimizer.param_groups):
+        groups = {f"param_groups[{index}]": group for index, group in enumerate(self._optimizer.param_groups)}
+        for path, node in _nodes(self._optimizer):
+            new = map_leaves(node, lambda path, leaf: received.get(path, leaf), path)
             # The node of a group is a copy without its parameters, so write into the group itself.
-            _write(group, f"param_groups[{index}]", nodes.pop(f"param_groups[{index}]"), received)
-        for path, node in nodes.items():
-            _write(node, path, node, received)
+            groups.get(path, node).update(new)
 
 
 def is_setting(path: str) -> bool:
     """Return whether a path of `optimizer_leaves` belongs to a parameter group. Otherwise it belongs to the state."""
     return path.startswith("param_groups[")
-
-
-def _write(into: dict[str, Any], path: str, node: dict[str, Any], received: dict[str, Any]) -> None:
-    into.update(map_leaves(node, lambda path, leaf: received.get(path, leaf), path))
 
 
 def _is_integer(leaf: Any) -> bool:

@@ -4,7 +4,7 @@ One loop has a `Group`, which agrees with the other processes on who is left, by
 the register in the launcher's store, and then connects them anew. The wrapped modules, the optimizers and the sampler
 follow. A rank that has missed a step, or joins, gets the state from the others.
 
-Imports: errors, suggestions, words, checks, environment, records, user_code, events, _torch, liveness, transport,
+Imports: errors, words, checks, environment, records, user_code, events, _torch, liveness, transport,
 session, optimizers, tensors, gradients, sharded, data, compression, strategies, checkpoint, ddp.
 
 batches.py     the batches of one rank, and the samples that ranks have used

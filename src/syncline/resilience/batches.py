@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
-from syncline.checkpoint.dataloaders import sampler_of
+from syncline.checkpoint.train_state import sampler_of
 from syncline.checks import what_it_is
 from syncline.data import DistributedSampler
 from syncline.errors import SynclineError

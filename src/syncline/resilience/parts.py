@@ -9,18 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.checkpoint.dataloaders import load_again
 from syncline.checkpoint.objects import (
     is_wrapped,
     load_into,
+    saved_types,
     state_of,
-    types_in,
     unwrapped,
     without_synchronization,
 )
 from syncline.checkpoint.train_state import TrainState
 from syncline.checks import what_it_is
-from syncline.compression.averager import with_own_residuals
+from syncline.compression.exchange import with_own_residuals
 from syncline.data import DistributedSampler
 from syncline.ddp.wrapper import DistributedDataParallel
 from syncline.optimizers.attached import AttachedOptimizer
@@ -123,17 +122,15 @@ def load_sent(state: TrainState, sent: Mapping[str, Any], *, values: bool, own: 
             learning rates, schedulers and other small objects are loaded. Shards are never loaded.
         own: whether the compressions of this rank have residuals, which they keep.
     """
-    types: dict[int, torch.dtype] = {}
+    types = saved_types(state.named, sent)
     for name, one in state.named.items():
         if isinstance(one, Optimizer) and (has_sharded_state(one) or not values):
             _set_settings(one, sent[name]["param_groups"])
         elif isinstance(one, nn.Module):
             if values:
-                types |= types_in(one, sent[name])
                 _load_module(one, sent[name], own=own)
         elif values or not isinstance(one, DistributedSampler):
             load_into(one, sent[name], types)
-            load_again(one, sent[name])
     state._resume_from_step(sent["step"])
 
 

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from syncline.checkpoint.train_state import TrainState
-from syncline.checks import checked_count, checked_flag, checked_kind, checked_seconds
+from syncline.checks import checked_count, checked_flag, checked_kind, checked_seconds, suggests_arguments
 from syncline.errors import PeerLost, SynclineError
 from syncline.events import OBSERVERS, RanksChanged, emit
 from syncline.records import StragglerRecord
@@ -40,7 +40,6 @@ from syncline.resilience.parts import (
 from syncline.resilience.slow_ranks import SlowRanks
 from syncline.resilience.training import Training
 from syncline.session.world import world
-from syncline.suggestions import suggests_arguments
 
 _LOG = logging.getLogger("syncline")
 

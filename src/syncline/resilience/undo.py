@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline._torch.optimizers import schedulers_inside
+from syncline.checkpoint.objects import reading_generators
 from syncline.ddp.replica import Replica
 from syncline.ddp.wrapper import DistributedDataParallel
 
@@ -24,9 +25,11 @@ from syncline.ddp.wrapper import DistributedDataParallel
 def remember_generators() -> Callable[[], None]:
     """Return a function that restores the present states of the generators of Python, numpy and torch."""
     numpy = sys.modules.get("numpy")
-    of_python, of_torch = random.getstate(), torch.get_rng_state()
+    of_python = random.getstate()
     of_numpy = None if numpy is None else numpy.random.get_state()
-    of_cuda: Iterable[Tensor] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    with reading_generators():
+        of_torch = torch.get_rng_state()
+        of_cuda: Iterable[Tensor] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore() -> None:
         random.setstate(of_python)

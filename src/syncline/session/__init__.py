@@ -3,7 +3,7 @@
 `init` checks its arguments in asked.py. Then it joins the ranks in rendezvous.py and selects the transport in
 transports.py. One object of the class `Session` holds the state of the process. world.py creates this object.
 
-Imports: errors, faces, suggestions, tracebacks, words, checks, environment, user_code, launchers, _torch,
+Imports: errors, faces, tracebacks, words, checks, environment, user_code, launchers, _torch,
 liveness, transport.
 
 asked.py         the arguments of `init`, checked

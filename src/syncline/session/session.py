@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from syncline import environment, launchers
-from syncline._torch.gloo import addresses_gathered
 from syncline._torch.process_groups import (
     PrefixStore,
     Store,
+    addresses_gathered,
     backends_of,
     name_groups_anew,
     set_timeout,

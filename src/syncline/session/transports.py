@@ -21,8 +21,7 @@ from syncline.session.ranks import default_group
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.hierarchy import HierarchicalTransport
-from syncline.transport.shared_memory.core import SharedMemoryUnavailable
-from syncline.transport.shared_memory.hub import Exchange
+from syncline.transport.shared_memory.hub import Exchange, SharedMemoryUnavailable
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.threads import ThreadGroup
 from syncline.transport.watched import WatchedTransport
@@ -239,5 +238,5 @@ class Transports:
             for transport in self.selected():
                 transport.close()
                 if goes_on and isinstance(transport, WatchedTransport):
-                    transport.drop_groups()
+                    transport.health.drop_groups()
             self._entries.clear()

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from syncline._torch.process_groups import Store
+from syncline.checks import suggests_arguments
 from syncline.liveness.connection import StoreConnection
 from syncline.liveness.gathering import Ended
 from syncline.liveness.processes import RankProcess
 from syncline.session.asked import Asked
 from syncline.session.ranks import World
 from syncline.session.session import Session
-from syncline.suggestions import suggests_arguments
 from syncline.transport.base import Transport
 
 _SESSION = Session()

@@ -1,6 +1,6 @@
 """The implementation of `sharded=True`: each rank steps its shard of the parameters, and each host keeps one copy.
 
-Imports: errors, suggestions, words, checks, _torch, liveness, transport, session, optimizers, tensors, gradients.
+Imports: errors, words, checks, _torch, liveness, transport, session, optimizers, tensors, gradients.
 
 attached.py   an attached optimizer, whose parameters are this rank's shards
 methods.py    the methods of an optimizer that are replaced while its parameters are shards, and its open step

@@ -94,6 +94,10 @@ class PartedTensor:
         turned = flat.view([self.shape[dim] for dim in order])
         return turned.permute([order.index(dim) for dim in range(len(order))])
 
+    def __deepcopy__(self, memo: object) -> Tensor:
+        """Return the whole tensor, because parts are never copied to be parts."""
+        return self.whole()
+
 
 class ShardedState(ABC):
     """The state of an object, of which each rank has one shard. Saving and loading it needs no communication."""

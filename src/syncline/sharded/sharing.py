@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncline._torch.tensors import version_of
-from syncline.checks import checked_kind
+from syncline.checks import checked_kind, suggests_arguments
 from syncline.errors import SynclineError
 from syncline.gradients.shard import view_like
 from syncline.session.registry import REGISTRY
 from syncline.session.world import transport_of
-from syncline.suggestions import suggests_arguments
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.agreement import describe_tensors, exchange
 from syncline.transport.base import Transport

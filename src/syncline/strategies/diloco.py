@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from syncline.checks import checked_count, checked_function, checked_number, store
+from syncline.checks import checked_count, checked_function, checked_number, store, suggests_arguments
 from syncline.contract import Rule, Rules
 from syncline.strategies.actions import (
     Action,
@@ -30,7 +30,6 @@ from syncline.strategies.actions import (
 )
 from syncline.strategies.base import Decision, Progress, Spec, every_words, value_in_words
 from syncline.strategies.local_sgd import EverythingWithin, LocalSteps
-from syncline.suggestions import suggests_arguments
 from syncline.words import format_count
 
 

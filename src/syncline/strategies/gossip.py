@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple, get_args
 
-from syncline.checks import checked_choice, checked_count, checked_number, store
+from syncline.checks import checked_choice, checked_count, checked_number, store, suggests_arguments
 from syncline.contract import Rule, Rules
 from syncline.strategies.actions import Average, Mechanism, Message, Push, PushSumWeight
 from syncline.strategies.base import Decision, Progress, Spec, Strategy, every_words
-from syncline.suggestions import suggests_arguments
 
 Topology = Literal["ring", "exponential", "pairs"]
 

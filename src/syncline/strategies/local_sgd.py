@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from syncline.checks import checked_count, checked_flag, did_you_mean, store
+from syncline.checks import checked_count, checked_flag, did_you_mean, store, suggests_arguments
 from syncline.contract import LOCAL_GRADIENTS, OWN_OPTIMIZER, Rule, Rules
 from syncline.strategies.actions import Action, Average, AverageBuffers, Message, ReduceGradients
 from syncline.strategies.base import Decision, Progress, Spec, State, Strategy, every_words
-from syncline.suggestions import suggests_arguments
 from syncline.words import format_count
 
 EverythingWithin = Literal["host"] | int | None

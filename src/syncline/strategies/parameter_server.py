@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from syncline.checks import checked_count, store
+from syncline.checks import checked_count, store, suggests_arguments
 from syncline.contract import Rule, Rules
 from syncline.strategies.actions import (
     Action,
@@ -22,7 +22,6 @@ from syncline.strategies.actions import (
     Update,
 )
 from syncline.strategies.base import Decision, Progress, Spec, Strategy
-from syncline.suggestions import suggests_arguments
 from syncline.words import format_count
 
 

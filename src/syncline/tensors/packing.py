@@ -39,10 +39,6 @@ def plan_pieces(
         >>> plan_pieces([100, 5_000_000, 0, 200, 300], cap_bytes=400)
         [(0, 3), (1,), (4,)]
     """
-    if cap_bytes < 1 or alone_bytes < 1:
-        raise ValueError(
-            f"expected cap_bytes and alone_bytes above 0, got cap_bytes={cap_bytes}, alone_bytes={alone_bytes}"
-        )
     pieces: list[list[int]] = []
     open_pieces: dict[object, tuple[list[int], int]] = {}
     for index, size in enumerate(sizes_bytes):

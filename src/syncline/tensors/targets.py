@@ -5,7 +5,7 @@ A target is a module, an optimizer, a tensor, or dicts, lists and tuples of tens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -81,20 +81,26 @@ def walk(target: Any) -> list[tuple[str, Tensor]]:
     """
     if isinstance(target, nn.Module):
         kind = type(target)
-        if kind.named_parameters is nn.Module.named_parameters and (
-            kind.named_buffers is nn.Module.named_buffers
+        if kind.named_parameters is not nn.Module.named_parameters or (
+            kind.named_buffers is not nn.Module.named_buffers
         ):
-            return _walk_module(target)
-        return [*target.named_parameters(), *target.named_buffers()]
-    return list(_walk_optimizer(target) if isinstance(target, Optimizer) else _walk_tree(target))
-
-
-def _walk_module(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the tensors of named_parameters() and named_buffers(), in one walk. Tied tensors occur repeatedly."""
-    parameters: list[tuple[str, Tensor]] = []
-    buffers: list[tuple[str, Tensor]] = []
-    _collect(module, "", set(), parameters, buffers)
-    return parameters + buffers
+            return [*target.named_parameters(), *target.named_buffers()]
+        parameters: list[tuple[str, Tensor]] = []
+        buffers: list[tuple[str, Tensor]] = []
+        _collect(target, "", set(), parameters, buffers)  # in one walk
+        return parameters + buffers
+    is_optimizer = isinstance(target, Optimizer)
+    found: list[tuple[str, Tensor]] = []
+    for path, leaf in optimizer_leaves(target) if is_optimizer else leaves(target):
+        if isinstance(leaf, Tensor):
+            found.append((path or "tensor", leaf))
+        elif not is_optimizer:
+            where = f" at {path}" if path else ""
+            raise TypeError(
+                f"expected the target to be a Module, an Optimizer, a Tensor, or dicts, lists and tuples of tensors, "
+                f"got {what_it_is(leaf)}{where}: remove this value, or convert it to a tensor"
+            )
+    return found
 
 
 def _collect(
@@ -114,23 +120,6 @@ def _collect(
     for name, inner in module._modules.items():
         if inner is not None and inner not in seen:
             _collect(inner, f"{prefix}{name}.", seen, parameters, buffers)
-
-
-def _walk_optimizer(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for path, leaf in optimizer_leaves(optimizer):
-        if isinstance(leaf, Tensor):
-            yield path, leaf
-
-
-def _walk_tree(tree: Any) -> Iterator[tuple[str, Tensor]]:
-    for path, leaf in leaves(tree):
-        if not isinstance(leaf, Tensor):
-            where = f" at {path}" if path else ""
-            raise TypeError(
-                f"expected the target to be a Module, an Optimizer, a Tensor, or dicts, lists and tuples of tensors, "
-                f"got {what_it_is(leaf)}{where}: remove this value, or convert it to a tensor"
-            )
-        yield path or "tensor", leaf
 
 
 def check_dense(name: str, tensor: Tensor) -> None:

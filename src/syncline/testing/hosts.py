@@ -194,19 +194,16 @@ class SimulatedHosts:
         _run(f"ip -n {self._switch} link add {_SWITCH} type bridge")
         _run(f"ip -n {self._switch} link set {_SWITCH} up")
         for letter, name in self.names.items():
-            self._connect_host(letter, name)
+            port = f"to-{letter}"
+            _run(f"ip netns add {name}")
+            _run(f"ip link add {_INTERFACE} netns {name} type veth peer name {port} netns {self._switch}")
+            _run(f"ip -n {self._switch} link set {port} master {_SWITCH} up")
+            _run(f"ip -n {name} addr add {self.address_of(letter)}/24 dev {_INTERFACE}")
+            for device in ("lo", _INTERFACE):
+                _run(f"ip -n {name} link set {device} up")
             if megabits_per_second is not None:
                 _limit(name, _INTERFACE, megabits_per_second)
-                _limit(self._switch, f"to-{letter}", megabits_per_second)
-
-    def _connect_host(self, letter: str, name: str) -> None:
-        port = f"to-{letter}"
-        _run(f"ip netns add {name}")
-        _run(f"ip link add {_INTERFACE} netns {name} type veth peer name {port} netns {self._switch}")
-        _run(f"ip -n {self._switch} link set {port} master {_SWITCH} up")
-        _run(f"ip -n {name} addr add {self.address_of(letter)}/24 dev {_INTERFACE}")
-        for device in ("lo", _INTERFACE):
-            _run(f"ip -n {name} link set {device} up")
+                _limit(self._switch, port, megabits_per_second)
 
     def _close(self) -> None:
         for process in self.processes:

@@ -58,21 +58,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if marker is None:
         return None
     size, timeout_seconds, killed = _read(*marker.args, **marker.kwargs)
+    name, owner = pyfuncitem.function.__name__, pyfuncitem.cls
     task = Task(
         module=pyfuncitem.module.__name__,
-        qualname=_qualname(pyfuncitem),
+        qualname=name if owner is None else f"{owner.__qualname__}.{name}",
         arguments=_arguments(pyfuncitem),
         timeout_seconds=timeout_seconds,
         warning_filters=_warning_filters(pyfuncitem),
     )
-    _judge(_pool_of(pyfuncitem.config).run(size, task, killed))
+    stash = pyfuncitem.config.stash
+    if _POOL not in stash:
+        stash[_POOL] = RankPool()
+    _judge(stash[_POOL].run(size, task, killed))
     return True
-
-
-def _pool_of(config: pytest.Config) -> RankPool:
-    if _POOL not in config.stash:
-        config.stash[_POOL] = RankPool()
-    return config.stash[_POOL]
 
 
 def _read(n: int, timeout: float = 60.0, killed: Collection[int] = ()) -> tuple[int, float, frozenset[int]]:
@@ -98,11 +96,6 @@ def _arguments(item: pytest.Function) -> dict[str, Any]:
                 pytrace=False,
             )
     return arguments
-
-
-def _qualname(item: pytest.Function) -> str:
-    name = item.function.__name__
-    return name if item.cls is None else f"{item.cls.__qualname__}.{name}"
 
 
 def _warning_filters(item: pytest.Function) -> tuple[str, ...]:

@@ -133,10 +133,6 @@ class ForkedProcess:
             # The process number cannot be reused yet, because the template has not waited for it.
             os.kill(self.pid, number)
 
-    def kill(self) -> None:
-        """Send SIGKILL to the process, unless the process has ended."""
-        self.send_signal(signal.SIGKILL)
-
 
 _NUM_KINDS = 2
 """The workers of even ranks, and those of odd ranks."""
@@ -219,7 +215,7 @@ class _Worker:
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # it was forked just now, and has no session yet
                 os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
+        self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
 
@@ -374,7 +370,7 @@ def _abort(process: subprocess.Popen[bytes] | ForkedProcess) -> None:
     deadline = time.monotonic() + _WRITING_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    process.kill()
+    process.send_signal(signal.SIGKILL)
 
 
 def _stacks(worker: _Worker) -> str:

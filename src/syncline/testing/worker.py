@@ -64,7 +64,10 @@ def main(file_descriptor: int, *, forks: bool) -> None:
         end_with_parent(template_pid)
         os.setsid()
         channel, output = child
-        _print_to(output)
+        log = os.open(output, os.O_WRONLY | os.O_APPEND)
+        os.dup2(log, sys.stdout.fileno())
+        os.dup2(log, sys.stderr.fileno())
+        os.close(log)
         _work(Connection(channel))
 
 
@@ -89,13 +92,6 @@ def _fork_on_request(file_descriptor: int) -> tuple[int, str] | None:
                 ended, status = os.waitpid(request, os.WNOHANG)
                 channel.send(os.waitstatus_to_exitcode(status) if ended else None)
     return None
-
-
-def _print_to(path: str) -> None:
-    log = os.open(path, os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, sys.stdout.fileno())
-    os.dup2(log, sys.stderr.fileno())
-    os.close(log)
 
 
 def _work(channel: Connection) -> None:

@@ -6,9 +6,8 @@
 
 Imports: errors, _torch, liveness, transport.
 
-arguments.py    the arguments that each operation accepts, in one table
-base.py         the base class of process groups: their state, and the completion of their calls
-collectives.py  torch's collectives, built from a transport's operations
+arguments.py    the arguments that the operations accept
+collectives.py  the state of a process group, and torch's collectives, built from a transport's operations
 group.py        the process group that torch uses
 work.py         the work objects that collectives return
 """
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from syncline.torch_backend.base import BACKEND
+from syncline.torch_backend.collectives import BACKEND
 from syncline.torch_backend.group import SynclineProcessGroup
 from syncline.transport.base import Transport
 

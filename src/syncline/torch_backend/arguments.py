@@ -1,4 +1,4 @@
-"""The arguments that each operation of the backend accepts, in one table.
+"""The arguments that the operations of the backend accept.
 
 Each operation checks its arguments before it sends or copies anything. So a call with a wrong argument raises on the
 rank that makes it, and the tensors and the group remain as they were. Errors that need the arguments of other ranks,
@@ -8,7 +8,6 @@ such as tensors of different sizes, come from the transport, which compares the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,46 +18,14 @@ from syncline.transport.base import Transport
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """What one operation accepts. Its tensors always have one device."""
-
-    has_root: bool = False
-    """Whether the call names a root."""
-    parts_have_one_shape: bool = False
-    """Whether all tensors of a list have the shape of this rank's own tensor. If not, this rank's entry has it."""
-    whole: str | None = None
-    """The one of the tensors "output" and "input" that is as large as the other ones of all ranks together."""
-    takes_sparse: bool = False
-    """Whether sparse tensors (torch.sparse_coo) are accepted."""
-    takes_mixed_dtypes: bool = False
-    """Whether the tensors can have different dtypes."""
-
-
-_RULES = {
-    "all_reduce": _Rule(takes_sparse=True),
-    "all_reduce_coalesced": _Rule(takes_mixed_dtypes=True),
-    "broadcast": _Rule(has_root=True),
-    "reduce": _Rule(has_root=True),
-    "reduce_scatter": _Rule(),
-    "reduce_scatter_tensor": _Rule(whole="input"),
-    "all_gather": _Rule(),
-    "all_gather_into_tensor": _Rule(whole="output"),
-    "gather": _Rule(has_root=True, parts_have_one_shape=True),
-    "scatter": _Rule(has_root=True, parts_have_one_shape=True),
-    "all_to_all": _Rule(),
-    "all_to_all_single": _Rule(),
-    "send": _Rule(),
-    "recv": _Rule(),
-}
-
-
 def check(
     operation: str,
     transport: Transport,
     tensors: Sequence[Tensor],
     *lists: Sequence[Tensor],
     opts: Any = None,
+    whole: str | None = None,
+    is_of_one_dtype: bool = True,
 ) -> None:
     """Raise an error if the arguments of a call are wrong.
 
@@ -66,54 +33,62 @@ def check(
         operation: the name of the operation.
         transport: the transport of the group.
         tensors: the tensors of this rank. If there are an output and an input, the output is the first one.
-        lists: the lists with one tensor for each rank.
-        opts: the options of the call. They name the root.
+        lists: the lists with one tensor for each rank. This rank's entry must have the shape of this rank's own tensor,
+            and if there is a root, so must all others.
+        opts: the options of the call, if they name a root.
+        whole: the one of the tensors "output" and "input" that is as large as the other ones of all ranks together.
+        is_of_one_dtype: whether all tensors must have the same dtype.
 
     Raises:
         ValueError: an argument is wrong.
     """
-    rule = _RULES[operation]
-    where = f"torch.distributed.{operation} on rank {transport.rank} of {transport.size}"
-    if rule.has_root:
-        _check_root(where, transport.size, opts)
-    for entries in lists:
-        if len(entries) != transport.size:
-            raise ValueError(
-                f"{where}: expected a list with one tensor for each of {transport.size} ranks, got {len(entries)} "
-                "tensors"
-            )
-    every = [*tensors, *(tensor for entries in lists for tensor in entries)]
-    if not every:
-        raise ValueError(f"{where}: expected at least one tensor, got an empty list")
-    for tensor in every:
-        _check_memory(where, tensor, rule)
-        if tensor.device != every[0].device:
-            raise ValueError(
-                f"{where}: expected all tensors on one device, got tensors on {every[0].device} and {tensor.device}"
-            )
-        if tensor.dtype != every[0].dtype and not rule.takes_mixed_dtypes:
-            raise ValueError(
-                f"{where}: expected all tensors to have the same dtype, got {every[0].dtype} and {tensor.dtype}"
-            )
-    if rule.whole is not None:
-        _check_whole(where, transport.size, rule.whole, *tensors)
-    for entries in lists:
-        _check_shapes(where, transport.rank, entries, (tensors or lists[0][transport.rank :])[0], rule)
-
-
-def _check_root(where: str, size: int, opts: Any) -> None:
-    if not 0 <= opts.rootRank < size:
+    rank, size = transport.rank, transport.size
+    where = f"torch.distributed.{operation} on rank {rank} of {size}"
+    if opts is not None and not 0 <= opts.rootRank < size:
         raise ValueError(f"{where}: expected the root to be a rank from 0 to {size - 1}, got {opts.rootRank}")
     if getattr(opts, "rootTensor", 0) != 0:
         raise ValueError(
             f"{where}: expected rootTensor=0, the only tensor of the call, got {opts.rootTensor}"
         )
+    for entries in lists:
+        if len(entries) != size:
+            raise ValueError(
+                f"{where}: expected a list with one tensor for each of {size} ranks, got {len(entries)} tensors"
+            )
+    every = [*tensors, *(tensor for entries in lists for tensor in entries)]
+    if not every:
+        raise ValueError(f"{where}: expected at least one tensor, got an empty list")
+    for tensor in every:
+        _check_memory(where, tensor)
+        if tensor.device != every[0].device:
+            raise ValueError(
+                f"{where}: expected all tensors on one device, got tensors on {every[0].device} and {tensor.device}"
+            )
+        if tensor.dtype != every[0].dtype and is_of_one_dtype:
+            raise ValueError(
+                f"{where}: expected all tensors to have the same dtype, got {every[0].dtype} and {tensor.dtype}"
+            )
+    if whole is not None:
+        part, (large, small) = "input", tensors
+        if whole == "input":
+            part, large, small = "output", small, large
+        if large.numel() != size * small.numel():
+            raise ValueError(
+                f"{where}: expected the {whole} to have {size} times as many elements as the {part}, got "
+                f"{large.numel()} and {small.numel()} elements"
+            )
+    for entries in lists:
+        own = (tensors or lists[0][rank:])[0]
+        for index, entry in enumerate(entries):
+            if entry.shape != own.shape and (index == rank or opts is not None):
+                raise ValueError(
+                    f"{where}: expected the tensor at index {index} of the list to have the shape of this rank's own "
+                    f"tensor, {tuple(own.shape)}, got {tuple(entry.shape)}"
+                )
 
 
-def _check_memory(where: str, tensor: Tensor, rule: _Rule) -> None:
+def _check_memory(where: str, tensor: Tensor) -> None:
     """Raise an error if the elements of a tensor are not in memory, one beside the other or in strides."""
-    if tensor.layout is torch.sparse_coo and rule.takes_sparse:
-        return
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
         raise ValueError(
@@ -141,25 +116,6 @@ def is_in_memory(tensor: Tensor) -> bool:
         return bool(tensor.data_ptr()) or not tensor.numel()
     except RuntimeError:  # a tensor of a transform such as vmap
         return False
-
-
-def _check_whole(where: str, size: int, whole_name: str, output: Tensor, input: Tensor) -> None:
-    whole, part = (output, input) if whole_name == "output" else (input, output)
-    if whole.numel() != size * part.numel():
-        part_name = "input" if whole_name == "output" else "output"
-        raise ValueError(
-            f"{where}: expected the {whole_name} to have {size} times as many elements as the {part_name}, got "
-            f"{whole.numel()} and {part.numel()} elements"
-        )
-
-
-def _check_shapes(where: str, rank: int, entries: Sequence[Tensor], own: Tensor, rule: _Rule) -> None:
-    for index, entry in enumerate(entries):
-        if entry.shape != own.shape and (index == rank or rule.parts_have_one_shape):
-            raise ValueError(
-                f"{where}: expected the tensor at index {index} of the list to have the shape of this rank's own "
-                f"tensor, {tuple(own.shape)}, got {tuple(entry.shape)}"
-            )
 
 
 def only(operation: str, items: Sequence[T]) -> T:
@@ -194,13 +150,28 @@ def check_tag(operation: str, tag: int) -> None:
         )
 
 
-def check_pairs(operation: str, outputs: Sequence[object], inputs: Sequence[object]) -> None:
-    """Raise an error if a call of several operations has not one output for each input, or none at all."""
+def checked_pairs(
+    operation: str,
+    transport: Transport,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    whole: str | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the outputs and inputs of a call of several operations as pairs, each of which `check` accepts.
+
+    Raises:
+        ValueError: there is not one output for each input, or none at all, or a pair is wrong.
+    """
     if len(outputs) != len(inputs) or not outputs:
         raise ValueError(
             f"torch.distributed.{operation}: expected as many outputs as inputs, and at least one, got {len(outputs)} "
             f"outputs and {len(inputs)} inputs"
         )
+    check(operation, transport, [*outputs, *inputs], is_of_one_dtype=False)
+    pairs = list(zip(outputs, inputs, strict=True))
+    for pair in pairs:
+        check(operation, transport, pair, whole=whole)
+    return pairs
 
 
 def split_sizes(operation: str, tensor: Tensor, sizes: Sequence[int], size: int) -> list[int]:

@@ -29,8 +29,7 @@ from syncline._torch.process_groups import (
     serve_cpu_by,
     timeout_of,
 )
-from syncline.torch_backend.base import BACKEND
-from syncline.torch_backend.collectives import Collectives
+from syncline.torch_backend.collectives import BACKEND, Collectives
 from syncline.transport.base import Transport
 
 _CAN_SUBCLASS_BACKEND = is_there(C10dBackend) and hasattr(C10dBackend, "split")  # torch 2.15
@@ -124,7 +123,17 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
                 name = dist.Backend.default_device_backend_map.get(device.type)
             if name is None or name == BACKEND:
                 return super().group_for(device)  # raises
-            other = self._others[device.type] = self._plain_group(device, name)
+            other = self._others[device.type] = new_group_of(
+                self._global_ranks,
+                self.transport.rank,
+                f"{device.type}:{name}",
+                self._store,
+                f"{self._name}/{device.type}",
+                timeout_of(self._options),
+                size=self.transport.size,
+            )
+            # Torch keeps no record of it, so `shutdown` of this group closes it.
+            forget_group(other, f"{self._name}/{device.type}")
         return other
 
     def _backends(self) -> dict[str, str]:
@@ -132,24 +141,6 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         if config is None and has_record_of(self):
             config = self._config = str(dist.get_backend_config(self))
         return dict(pair.split(":") for pair in config.split(",")) if config else {"cpu": BACKEND}
-
-    def _plain_group(self, device: torch.device, backend: str) -> dist.ProcessGroup:
-        """Create a group of torch for `device` and `backend`, with the same ranks as this group.
-
-        Torch keeps no record of the new group, so `shutdown` of this group closes it.
-        """
-        name = f"{self._name}/{device.type}"
-        group = new_group_of(
-            self._global_ranks,
-            self.transport.rank,
-            f"{device.type}:{backend}",
-            self._store,
-            name,
-            timeout_of(self._options),
-            size=self.transport.size,
-        )
-        forget_group(group, name)
-        return group
 
     # ------------------------------------------------------------------ lifetime
 
@@ -167,25 +158,33 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         Returns:
             The new group. On ranks that are not in `new_ranks`, None.
         """
-        transport = self._split(new_ranks, timeout)
+        if sorted(new_ranks) != list(new_ranks):
+            raise ValueError(
+                f"split_group: expected the ranks of the new group in rising order, got {new_ranks}"
+            )
+        transport = self.transport.split(min(new_ranks) if self.transport.rank in new_ranks else None)
         if transport is None:
             return None
+        if timeout is not None:
+            transport.timeout_seconds = timeout.total_seconds()
         name = f"{self._name}:split:{new_ranks}" if group_name is None else str(group_name)
         backends = self._backends()
         kept = [device.type for device in device_types] if device_types else list(backends)
         config = ",".join(f"{device}:{backend}" for device, backend in backends.items() if device in kept)
         store = PrefixStore(f"{name}/", self._store)
-        child = SynclineProcessGroup(transport, store, name, self._global_ranks_of(new_ranks), config)
+        global_ranks = [self._global_ranks[rank] if self._global_ranks else rank for rank in new_ranks]
+        child = SynclineProcessGroup(transport, store, name, global_ranks, config)
         child.setGroupDesc(f"{self._description}:split" if group_desc is None else group_desc)
         return child
 
     def abort(self) -> None:
-        self._abort()
+        self.transport.abort(f"rank {self.transport.rank} aborted process group {self._name}")
         for other in self._others.values():
             other.abort()
 
     def shutdown(self) -> None:
-        self._close()
+        self._finisher.close()
+        self.transport.close()
         for other in self._others.values():
             other.shutdown()
         self._others.clear()

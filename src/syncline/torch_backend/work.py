@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from syncline.errors import CollectiveTimeout
 from syncline.liveness.at_exit import AT_EXIT
-from syncline.transport.work import Work
+from syncline.transport.work import DONE, Work
 
 _POLL_SECONDS = 0.0005
 """The time between two checks of a running operation, during a wait with a timeout."""
@@ -81,9 +81,6 @@ class Finisher:
     def _finish(self, work: BackendWork, future: Future[Any]) -> None:
         with suppress(BaseException):  # `work` keeps the error, and the future's callback raises it
             work.end()
-        self._set_result(future)
-
-    def _set_result(self, future: Future[Any]) -> None:
         if not self._is_at_exit:
             # If the end of the process has the lock, Python mostly ends this thread here, outside of C++ code. If not,
             # an exit handler that the program registered before Syncline's may be waiting for this future.
@@ -135,8 +132,15 @@ class BackendWork(dist.Work):
         Raises:
             SynclineError: the operation failed or a timeout expired.
         """
-        if timeout:
-            self._wait_until_completed(timeout.total_seconds())
+        seconds = timeout.total_seconds() if timeout else 0.0
+        deadline = time.monotonic() + seconds
+        while seconds and not self.is_completed():
+            if time.monotonic() > deadline:
+                raise CollectiveTimeout(
+                    f"the operation did not end within {seconds:g} s, the timeout that was passed to wait(). The "
+                    "operation is still under way: call wait() again to continue the wait"
+                )
+            time.sleep(_POLL_SECONDS)
         if self._future is None:
             self.end()
             return True
@@ -213,36 +217,8 @@ class BackendWork(dist.Work):
             self._work = self._finish = None
             self._finisher.pending.discard(self)
 
-    def _wait_until_completed(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not self.is_completed():
-            if time.monotonic() > deadline:
-                raise CollectiveTimeout(
-                    f"the operation did not end within {seconds:g} s, the timeout that was passed to wait(). The "
-                    "operation is still under way: call wait() again to continue the wait"
-                )
-            time.sleep(_POLL_SECONDS)
 
+ENDED = BackendWork(DONE, [], Finisher("ended"))
+"""The work object that a call returns when its operation has already ended. All such calls share one object."""
 
-class _EndedWork(dist.Work):
-    """The work object that a call returns when its operation has already ended. All such calls share one object."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def get_future(self) -> Future[list[Tensor]]:
-        future: Future[list[Tensor]] = Future()
-        future.set_result([])
-        return future
-
-
-ENDED = _EndedWork()
+ENDED.wait()

@@ -1,6 +1,6 @@
 """Traces: what has happened in each step of each rank, recorded in files that survive the process.
 
-Imports: faces, suggestions, words, checks, environment, contract, user_code, events, launchers, liveness, session.
+Imports: faces, words, checks, environment, contract, user_code, events, launchers, liveness, session.
 
 file.py      the file of one rank, whose size is bounded
 launched.py  starts the trace in a rank of `syncline run --trace`

@@ -8,9 +8,8 @@ from pathlib import Path
 from types import TracebackType
 
 from syncline import environment
-from syncline.checks import checked_number, checked_path
+from syncline.checks import checked_number, checked_path, suggests_arguments
 from syncline.session.ending import uncaught_exception
-from syncline.suggestions import suggests_arguments
 from syncline.tracing.recorder import Recorder
 from syncline.words import one_line
 

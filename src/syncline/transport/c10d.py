@@ -21,17 +21,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline._torch.gloo import Gather
-from syncline._torch.process_groups import all_gather_flat, reduce_scatter_flat
+from syncline._torch.process_groups import (
+    Gather,
+    PrefixStore,
+    all_gather_flat,
+    reduce_scatter_flat,
+    timeout_seconds_of,
+)
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.calls import Failure
 from syncline.liveness.connection import StoreConnection, clone_of
 from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.gathering import StoreGathering
-from syncline.liveness.health import Lane
+from syncline.liveness.health import Health, Lane
 from syncline.liveness.notices import StoreMedium
 from syncline.liveness.processes import FORKED, RankProcess, is_inherited
+from syncline.liveness.store import SignedStore
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.c10d_groups import (
@@ -40,10 +46,9 @@ from syncline.transport.c10d_groups import (
     destroy,
     divide,
     fill,
-    gathering_at,
-    group_timeout_seconds,
     host_copy,
     movable,
+    name_of_new_group,
     new_group,
     put_back,
     reducible,
@@ -51,12 +56,14 @@ from syncline.transport.c10d_groups import (
 )
 from syncline.transport.c10d_work import C10dWork, MessageWork
 from syncline.transport.threads import transport_of_one_rank
-from syncline.transport.watched import WatchedTransport, health_of_group
-from syncline.transport.watched_work import MESSAGES
+from syncline.transport.watched import MESSAGES, WatchedTransport
 from syncline.transport.work import DONE, Work
 from syncline.words import describe_ranks, end_of_processes
 
 _BACKENDS_WITH_MEAN = {"gloo", "nccl", "xccl"}
+
+_FALLBACK_TIMEOUT_SECONDS = 1800.0
+"""The timeout that is assumed for a process group whose backend does not report its timeout."""
 
 _CONNECT_SECONDS = 30.0
 
@@ -114,17 +121,18 @@ class C10dTransport(WatchedTransport):
         size = group.size()
         if size > 1 and is_inherited(group):
             raise FORKED.on_rank(rank)
-        group_seconds = group_timeout_seconds(group)
+        group_seconds = timeout_seconds_of(group) or _FALLBACK_TIMEOUT_SECONDS
         timeout_seconds = group_seconds if timeout_seconds is None else timeout_seconds
         self._group: Any = group  # None once closed. Typed as Any, because no operation starts after that.
         self._owns_group = False
         self._messages: Any = None if connection is None else group.get_group_store()
         """The store at which some ranks exchange the addresses of a new group. None before the first such group."""
-        self._backends = backends_of(group)
-        self._has_mean = set(self._backends.values()) <= _BACKENDS_WITH_MEAN
+        self.backends = backends_of(group)
+        """The backend of each device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
+        self._has_mean = set(self.backends.values()) <= _BACKENDS_WITH_MEAN
         self._options = CallOptions(size, timeout_seconds, self.control_device, has_mean=self._has_mean)
         own_lane = Lane(MAIN_LANE, group, barrier_device=self.control_device.type)
-        health = health_of_group(
+        health = Health(
             own_lane,
             Board() if board is None else board,
             rank=rank,
@@ -139,17 +147,17 @@ class C10dTransport(WatchedTransport):
 
     def exchange_notices(self, connection: StoreConnection | None = None) -> None:
         """Exchange notices with the other ranks at a store from now on. For `connection`, see the class."""
-        if self.health.notices is not None:
+        if self.size > 1:
             connection = connection or StoreConnection(self._group.get_group_store())
             medium = StoreMedium(connection, rank=self.rank, size=self.size)
             self.health.exchange_notices(medium, self._processes)
 
     @property
     def name(self) -> str:
-        names = set(self._backends.values())
+        names = set(self.backends.values())
         if len(names) == 1:
             return next(iter(names))
-        return ", ".join(f"{backend} ({device})" for device, backend in sorted(self._backends.items()))
+        return ", ".join(f"{backend} ({device})" for device, backend in sorted(self.backends.items()))
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -158,28 +166,23 @@ class C10dTransport(WatchedTransport):
         return group
 
     @property
-    def other_devices(self) -> dict[str, str]:
-        """A map from device type to backend, for the device types of this machine other than "cpu"."""
-        others = {device: backend for device, backend in self._backends.items() if device != "cpu"}
-        if set(self._backends.values()) == {"gloo"}:  # Gloo registers for every type of device
+    def other_devices(self) -> list[str]:
+        """The backend of each device type of this machine other than "cpu", such as "nccl (cuda)"."""
+        others = {device: backend for device, backend in self.backends.items() if device != "cpu"}
+        if set(self.backends.values()) == {"gloo"}:  # Gloo registers for every type of device
             present = torch.accelerator.current_accelerator(check_available=True)
             others = {device: "gloo" for device in others if present is not None and device == present.type}
-        return others
-
-    @property
-    def is_gloo_on_cpu(self) -> bool:
-        """Whether the process group sends CPU tensors over Gloo."""
-        return self._backends.get("cpu") == "gloo"
+        return [f"{backend} ({device})" for device, backend in sorted(others.items())]
 
     @property
     def control_device(self) -> torch.device:
-        if "cpu" in self._backends or not self._backends:
+        if "cpu" in self.backends or not self.backends:
             return torch.device("cpu")
-        return torch.device(next(iter(self._backends)), torch.accelerator.current_device_index())
+        return torch.device(next(iter(self.backends)), torch.accelerator.current_device_index())
 
     def _goes_through_host(self, tensor: Tensor) -> bool:
         """Return whether a tensor is copied to the host before it is sent: a tensor on a GPU that Gloo sends."""
-        return not tensor.is_cpu and self._backends.get(tensor.device.type) == "gloo"
+        return not tensor.is_cpu and self.backends.get(tensor.device.type) == "gloo"
 
     # ------------------------------------------------------------------ operations
 
@@ -211,7 +214,7 @@ class C10dTransport(WatchedTransport):
         if op == "mean" and not self._has_mean:
             finish = partial(divide, output, self.size)
         group, options = self._group, self._options.reduce_scatter[op]
-        if self._backends.get(wire.device.type) == "gloo":
+        if self.backends.get(wire.device.type) == "gloo":
             # Gloo reduces all elements, too. But nothing can interrupt the wait of its reduce_scatter.
             whole, as_all_reduce = wire.clone(), self._options.all_reduce[op]
             finish = partial(_take_part, part, whole.view(self.size, -1)[self.rank], finish)
@@ -298,7 +301,7 @@ class C10dTransport(WatchedTransport):
 
         NCCL and MPI need no lanes, because they keep different calls apart or raise an error.
         """
-        if self.size == 1 or set(self._backends.values()) != {"gloo"}:
+        if self.size == 1 or set(self.backends.values()) != {"gloo"}:
             return self
         tokens = exchange(self, f"a lane for {purpose}", [], payload=secrets.token_bytes(8))
         group = self._new_group(list(range(self.size)), tokens[0], _GatheringOver(self))
@@ -339,7 +342,7 @@ class C10dTransport(WatchedTransport):
     def split(self, color: int | None) -> Transport | None:
         if self.size == 1:
             return None if color is None else transport_of_one_rank(self.timeout_seconds, self.board)
-        if "mpi" in self._backends.values():
+        if "mpi" in self.backends.values():
             raise ValueError(
                 "split is not supported with MPI, because MPI can create a group only if all ranks take part. Call "
                 "torch.distributed.new_group on all ranks instead, and pass the new group to C10dTransport"
@@ -359,7 +362,6 @@ class C10dTransport(WatchedTransport):
         ranks, token = [rank for rank, _ in members], members[0][1]
         gather = self._gathering_of(ranks, token)
         group = self._new_group(ranks, token, gather)
-        assert self.health.notices is not None
         connection = self.health.notices.connection
         child = C10dTransport(
             group,
@@ -390,18 +392,24 @@ class C10dTransport(WatchedTransport):
 
         A Gloo group uses its own timeout only while it connects. So a rank that is lost meanwhile is noticed early.
         """
-        is_gloo = set(self._backends.values()) == {"gloo"}
+        is_gloo = set(self.backends.values()) == {"gloo"}
         return min(self.timeout_seconds, _CONNECT_SECONDS) if is_gloo else self.timeout_seconds
 
     def _gathering_of(self, ranks: list[int], token: bytes) -> StoreGathering:
-        """Return the function by which some of these ranks exchange the addresses of a new group."""
-        return gathering_at(
-            self._messages,
-            token,
+        """Return the function by which some of these ranks exchange the addresses of a new group.
+
+        Once all ranks are connected, call its method `forget`. The store is best reached over another connection than
+        the group's own, because a thread of the program can wait on that one as long as it likes.
+        """
+        return StoreGathering(
+            SignedStore(PrefixStore(name_of_new_group(token), self._messages)),
+            "addresses",
             rank=ranks.index(self.rank),
             size=len(ranks),
             timeout_seconds=self._connect_seconds,
+            purpose="while a process group was created",
             has_ended=lambda peers: [peer for peer in peers if ranks[peer] in self.lost_ranks()],
+            may_raise=True,
         )
 
     def lost_ranks(self) -> list[int]:
@@ -419,7 +427,7 @@ class C10dTransport(WatchedTransport):
                 ranks,
                 token,
                 gather,
-                backends=backends or self._backends,
+                backends=backends or self.backends,
                 timeout_seconds=self._connect_seconds,
             )
         except RuntimeError as error:

@@ -13,24 +13,21 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline._torch.gloo import Gather, addresses_gathered
 from syncline._torch.process_groups import (
     AllgatherOptions,
+    Gather,
     PrefixStore,
+    addresses_gathered,
     is_living,
     new_group_of,
     record_ranks,
-    timeout_seconds_of,
 )
 from syncline.liveness.at_exit import AT_EXIT
-from syncline.liveness.gathering import Ended, StoreGathering
-from syncline.liveness.store import SignedStore
 from syncline.transport.base import ReduceOp
 from syncline.transport.work import CombinedWork, Work
 
@@ -162,9 +159,6 @@ _REDUCE_OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
-_FALLBACK_TIMEOUT_SECONDS = 1800.0
-"""The timeout that is assumed for a process group whose backend does not report its timeout."""
-
 _DESTROY_SECONDS = 1.0
 """How long `destroy` waits for the thread that destroys a process group."""
 
@@ -239,7 +233,7 @@ def new_group(
         backend = (
             "gloo"  # one backend for all devices, because torch warns about a group without a default backend
         )
-    name = _name(token)
+    name = name_of_new_group(token)
     rank, store = ranks.index(dist.get_rank(parent)), PrefixStore(name, parent.get_group_store())
     with addresses_gathered(gather):
         group = new_group_of(global_ranks, rank, backend, store, name, timedelta(seconds=timeout_seconds))
@@ -247,37 +241,9 @@ def new_group(
     return group
 
 
-def _name(token: bytes) -> str:
+def name_of_new_group(token: bytes) -> str:
     """Return the name of the group that `new_group` creates with this token."""
     return f"syncline-{token[:8].hex()}"
-
-
-def gathering_at(
-    store: Any, token: bytes, *, rank: int, size: int, timeout_seconds: float, has_ended: Ended
-) -> StoreGathering:
-    """Return a function by which the ranks of a new group exchange addresses at a store.
-
-    Once all ranks are connected, call its method `forget`.
-
-    Args:
-        store: the store of the parent's group, best over another connection than the parent's, because a thread of the
-            program can wait on that one as long as it likes.
-        token: the token of the new group.
-        rank: this rank in the new group.
-        size: the number of ranks of the new group.
-        timeout_seconds: how long this rank waits for the others.
-        has_ended: a function that finds ended ranks, or raises the failure of the group.
-    """
-    return StoreGathering(
-        SignedStore(PrefixStore(_name(token), store)),
-        "addresses",
-        rank=rank,
-        size=size,
-        timeout_seconds=timeout_seconds,
-        purpose="while a process group was created",
-        has_ended=has_ended,
-        may_raise=True,
-    )
 
 
 def destroy(groups: list[dist.ProcessGroup]) -> None:
@@ -304,11 +270,6 @@ def destroy(groups: list[dist.ProcessGroup]) -> None:
     else:
         AT_EXIT.wait_for(thread)
         thread.join(_DESTROY_SECONDS)
-
-
-def group_timeout_seconds(group: dist.ProcessGroup) -> float:
-    """Return the timeout of the operations of a process group."""
-    return timeout_seconds_of(group) or _FALLBACK_TIMEOUT_SECONDS
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:

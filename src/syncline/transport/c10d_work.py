@@ -1,6 +1,6 @@
 """The works of torch.distributed process groups: how to wait for an operation, and which errors the wait raises.
 
-For CPU tensors, `wait` blocks, and checks for failures from time to time (see `watched_work.py`). Gloo sends copies of
+For CPU tensors, `wait` blocks, and checks for failures from time to time (see `watched.py`). Gloo sends copies of
 GPU tensors on the CPU. For GPU tensors over NCCL, `wait` only makes the current stream wait for the operation, as in
 torch. If the caller passes no timeout, errors then come from NCCL's own watchdog.
 """
@@ -21,8 +21,7 @@ from syncline.liveness.at_exit import AT_EXIT
 from syncline.liveness.board import Wait
 from syncline.liveness.calls import TorchCall
 from syncline.liveness.failed_wait import FailedWait, is_of_backend
-from syncline.transport.watched import WatchedTransport
-from syncline.transport.watched_work import SLICE_SECONDS, WatchedWork
+from syncline.transport.watched import SLICE_SECONDS, WatchedTransport, WatchedWork
 
 _SLICE = timedelta(seconds=SLICE_SECONDS)
 
@@ -77,11 +76,11 @@ class C10dWork(WatchedWork):
         try:
             device = self._lane.barrier_device if self._tensor is None else self._tensor.device.type
             if device == "cpu":
-                self._wait_in_slices(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+                self._wait_in_slices(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
             elif timeout_seconds is None:
                 AT_EXIT.wait_in_torch(self._work.wait)
             else:
-                AT_EXIT.wait_in_torch(self._work.wait, timedelta(seconds=max(timeout_seconds, 0.001)))
+                AT_EXIT.wait_in_torch(self._work.wait, _at_least_a_millisecond(timeout_seconds))
         except SynclineError:
             raise
         except RuntimeError as error:

@@ -33,8 +33,7 @@ from syncline.transport.c10d import C10dTransport
 from syncline.transport.c10d_groups import divide, fill
 from syncline.transport.hosts import Hosts, host_key_or_random, raise_if_any, shared_memory_inside
 from syncline.transport.phases import Phase, PhasedWork, PhaseQueue
-from syncline.transport.shared_memory.core import SharedMemoryUnavailable
-from syncline.transport.shared_memory.hub import Exchange, attempt
+from syncline.transport.shared_memory.hub import Exchange, SharedMemoryUnavailable, attempt
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.watched import WatchedTransport
 from syncline.transport.work import Work
@@ -148,7 +147,7 @@ class HierarchicalTransport(WatchedTransport):
             hosts = Hosts.of(keys)
         if len(hosts.members) == 1:
             return SharedMemoryTransport.over(beneath, gather)
-        if hosts.widest == 1 or not beneath.is_gloo_on_cpu:
+        if hosts.widest == 1 or beneath.backends.get("cpu") != "gloo":
             return beneath
         try:
             return HierarchicalTransport(beneath, hosts, shared_memory_inside(beneath, hosts), host)
@@ -159,8 +158,8 @@ class HierarchicalTransport(WatchedTransport):
 
     @property
     def name(self) -> str:
-        others = [f"{name} ({device})" for device, name in sorted(self._beneath.other_devices.items())]
-        return ", ".join([f"shared memory within {len(self._hosts.members)} hosts, gloo across", *others])
+        on_cpu = f"shared memory within {len(self._hosts.members)} hosts, gloo across"
+        return ", ".join([on_cpu, *self._beneath.other_devices])
 
     @property
     def group(self) -> ProcessGroup | None:

@@ -13,8 +13,7 @@ from syncline.liveness.board import MAIN_LANE
 from syncline.liveness.health import Lane
 from syncline.liveness.processes import host_key
 from syncline.transport.c10d import C10dTransport
-from syncline.transport.shared_memory.core import SharedMemoryUnavailable
-from syncline.transport.shared_memory.hub import NUM_EXCHANGES, Hub, attempt
+from syncline.transport.shared_memory.hub import NUM_EXCHANGES, Hub, SharedMemoryUnavailable, attempt
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.words import describe_ranks
 

@@ -15,14 +15,14 @@ different phases at the same time. On a track, the pieces keep their order.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from syncline.errors import SynclineError
+from syncline.liveness.at_exit import Keeper
 from syncline.liveness.calls import Failure
-from syncline.transport.watched_work import WatchedWork, under_way
+from syncline.transport.watched import WatchedWork, under_way
 from syncline.transport.work import Work
 
 _POLL_SECONDS = 0.0005
@@ -101,7 +101,7 @@ class PhasedWork(WatchedWork):
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         if not self.is_done:
-            self._wait_in_slices(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+            self._wait_in_slices(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
 
     def is_completed(self) -> bool:
         if not self.is_done:
@@ -177,10 +177,8 @@ class PhaseQueue:
         """
         if self._works:
             seconds = max(work.timeout_seconds for work in self._works)
-            keeper = threading.Timer(seconds + 1, id, args=(self._works,))
-            keeper.daemon = True
             with contextlib.suppress(RuntimeError):  # Python is ending, and starts no threads
-                keeper.start()
+                Keeper(self._works, seconds + 1)
         self._works = []
         under_way.remove(self)
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from syncline import tracebacks
+from syncline.checks import suggests_arguments
 from syncline.errors import PeerFailed
 from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.calls import Call, Failure
-from syncline.suggestions import suggests_arguments
 from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.c10d_groups import fill
 from syncline.transport.caller_lock import Turn

@@ -2,17 +2,16 @@
 
 Each verb is a collective call: every rank of the group must make the same calls in the same order.
 
-Imports: errors, suggestions, words, checks, trees, user_code, events, _torch, transport, session, optimizers, tensors,
+Imports: errors, words, checks, trees, user_code, events, _torch, transport, session, optimizers, tensors,
 equality, gradients, sharded, buffers, checkpoint.
 
 all_reduce.py      all_reduce_
 average.py         average_
-broadcast.py       broadcast_
+broadcast.py       broadcast_, keep_best_
 check_replicas.py  check_replicas
-common.py          functions that several verbs use: the comparison of calls, checks of targets, ranks of groups
+common.py          functions that several verbs use: the comparison of calls, checks of targets
 diverge.py         diverge, which lets replicas drift apart on purpose
 gather.py          gather
-keep_best.py       keep_best_
 metrics.py         mean, barrier
 sync_gradients.py  sync_gradients_
 """
@@ -21,11 +20,10 @@ from __future__ import annotations
 
 from syncline.verbs.all_reduce import all_reduce_
 from syncline.verbs.average import average_
-from syncline.verbs.broadcast import broadcast_
+from syncline.verbs.broadcast import broadcast_, keep_best_
 from syncline.verbs.check_replicas import check_replicas
 from syncline.verbs.diverge import diverge
 from syncline.verbs.gather import gather
-from syncline.verbs.keep_best import keep_best_
 from syncline.verbs.metrics import barrier, mean
 from syncline.verbs.sync_gradients import sync_gradients_
 

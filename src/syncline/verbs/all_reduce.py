@@ -10,9 +10,8 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from syncline.checks import checked_flag
+from syncline.checks import checked_flag, suggests_arguments
 from syncline.session.world import transport_of
-from syncline.suggestions import suggests_arguments
 from syncline.tensors.packing import CAP_BYTES
 from syncline.tensors.reduction import TensorReducer, check_reducible
 from syncline.tensors.targets import is_plain, mark_written, named_tensors

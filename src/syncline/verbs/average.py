@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.buffers.pooling import BufferAverage, running_statistics
-from syncline.checks import checked_flag, checked_number
+from syncline.checks import checked_flag, checked_number, suggests_arguments
 from syncline.optimizers.contents import OptimizerNumbers, is_setting
 from syncline.session.registry import REGISTRY
 from syncline.session.world import transport_of
-from syncline.suggestions import suggests_arguments
 from syncline.tensors.reduction import ReductionPlan, TensorReducer, check_reducible
 from syncline.tensors.targets import distinct_tensors, mark_written, named_tensors, walk
 from syncline.transport.agreement import describe_tensors, fingerprint
@@ -247,7 +246,7 @@ class _Averaged:
     def _start_others(self, transport: Transport, fraction: float | None) -> Work:
         if fraction is None:
             return BufferAverage(self.others, self.pairs, transport, divisor=transport.size)
-        return BufferAverage(self.others, self.pairs, transport, counts=fraction > 0, fraction=fraction)
+        return BufferAverage(self.others, self.pairs, transport, fraction=fraction)
 
     def _finish(self) -> None:
         with torch.inference_mode():  # because only inference mode allows writing to inference tensors

@@ -1,23 +1,33 @@
-"""The verb `broadcast_`, which copies tensors from one rank to all others, in place."""
+"""The verbs `broadcast_` and `keep_best_`, which copy tensors from one rank to all others, in place."""
 
 from __future__ import annotations
 
+import math
+import struct
 from typing import Any, Literal, TypeVar, overload
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from syncline.checks import checked_flag
+from syncline.checks import (
+    checked_choice,
+    checked_count,
+    checked_flag,
+    checked_number,
+    number_in,
+    suggests_arguments,
+)
 from syncline.optimizers.contents import OptimizerNumbers
 from syncline.session.world import transport_of
-from syncline.suggestions import suggests_arguments
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.targets import named_tensors
 from syncline.transport.agreement import describe_tensors
 from syncline.transport.base import Transport
 from syncline.transport.work import CombinedWork, Work
-from syncline.verbs.common import Group, Prepared, agree_on_call, rank_of_source, refuse_sharded, verb
+from syncline.verbs.common import Group, Prepared, agree_on_call, refuse_one_copy, refuse_sharded, verb
 from syncline.verbs.diverge import record_equal
+from syncline.words import describe_ranks
 
 T = TypeVar("T")
 
@@ -25,6 +35,12 @@ _REMEDY = (
     "Pass the same tensors in the same containers, and the same src, on every rank. "
     "(Of tied tensors, only the first is named.)"
 )
+
+_KEEP_BEST = "sl.keep_best_"
+
+_SAME_MODE = "Pass the same tensors in the same containers, and the same mode, on every rank."
+
+_SCORE = struct.Struct("<d")
 
 
 @overload
@@ -77,10 +93,10 @@ def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool
     transport = transport_of(group)
     with verb(transport, "broadcast_"):
 
-        def prepare() -> Prepared[tuple[Replaced, int]]:
+        def prepare() -> Prepared[tuple[_Replaced, int]]:
             checked_flag("async_op", async_op)
-            src_rank = rank_of_source(src, group, transport)
-            replaced = Replaced(target)
+            src_rank = _rank_of_source(src, group, transport)
+            replaced = _Replaced(target)
             return Prepared((replaced, src_rank), [f"source  rank {src}", *replaced.lines])
 
         (replaced, src_rank), _ = agree_on_call(transport, "sl.broadcast_", prepare, remedy=_REMEDY)
@@ -90,7 +106,93 @@ def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool
         return target
 
 
-class Replaced:
+@suggests_arguments
+def keep_best_(
+    target: Any, score: float | Tensor, mode: Literal["max", "min"] = "max", *, group: Group = None
+) -> int:
+    """Copy the values of `target` from the rank with the best score to all other ranks, in place.
+
+    One collective sends the scores and compares names, shapes and dtypes. Then the values of the best rank are sent in
+    the same way as by `broadcast_`.
+
+    Args:
+        target: a Module, an Optimizer, a Tensor, or nested dicts, lists and tuples of tensors; see `broadcast_`.
+        score: this rank's score, a number or a tensor with one element. A score of NaN is never the best.
+        mode: "max" if the highest score is the best, "min" if the lowest score is the best.
+        group: see `broadcast_`.
+
+    Returns:
+        The rank with the best score. If several ranks have the best score, the lowest of these ranks is returned. As in
+        torch, the result is a global rank. If `group` is a Syncline transport, it is a rank of that transport.
+
+    Raises:
+        ContractMismatch: the ranks passed different targets or modes. The text is the same on every rank.
+        TypeError: `target` has an unsupported type, or contains something other than tensors; or `score` is not a
+            number. Every rank raises the error.
+        ValueError: the mode is unknown, all scores are NaN, a tensor cannot be written in place, the optimizer is
+            sharded, or the ranks use one copy of the parameters. Every rank raises the error.
+
+    Examples:
+        >>> import torch, syncline as sl
+        >>> model, validation_loss = torch.nn.Linear(2, 1), 0.25
+        >>> sl.keep_best_(model, validation_loss, mode="min")
+        0
+    """
+    transport = transport_of(group)
+    with verb(transport, "keep_best_"):
+
+        def prepare() -> Prepared[_Replaced]:
+            checked_choice("mode", mode, ("max", "min"))
+            payload = _SCORE.pack(_checked_score(score))
+            refuse_one_copy(target)
+            replaced = _Replaced(target)
+            return Prepared(replaced, [f"mode  {mode}", *replaced.lines], payload)
+
+        replaced, payloads = agree_on_call(transport, _KEEP_BEST, prepare, remedy=_SAME_MODE)
+        scores: list[float] = [_SCORE.unpack_from(payload)[0] for payload in payloads]
+        candidates = [rank for rank, number in enumerate(scores) if not math.isnan(number)]
+        if not candidates:
+            raise ValueError(
+                f"{_KEEP_BEST}: expected a score that is not NaN on at least one rank, got NaN on all {transport.size} "
+                "ranks, so no rank is the best, and no values were copied"
+            )
+        choose = max if mode == "max" else min
+        # Of equal scores this is the first, so the lowest rank.
+        best = choose(candidates, key=scores.__getitem__)
+        if transport.size > 1:
+            replaced.run(transport, best)
+        # As in torch, a global rank.
+        return dist.get_process_group_ranks(group)[best] if isinstance(group, dist.ProcessGroup) else best
+
+
+def _rank_of_source(src: Any, group: Group, transport: Transport) -> int:
+    """Return the rank that the process with the global rank `src` has in `transport`.
+
+    If `group` is a Syncline transport, `src` is already a rank of that transport.
+
+    Raises:
+        TypeError: `src` is not an integer.
+        ValueError: `src` is not a rank of the group.
+    """
+    rank = checked_count("src", src)
+    ranks = list(range(transport.size))
+    if isinstance(group, dist.ProcessGroup):
+        ranks = dist.get_process_group_ranks(group)
+    if rank not in ranks:
+        raise ValueError(
+            f"expected src to be a global rank of the group, which consists of {describe_ranks(ranks)}, got {rank}"
+        )
+    return ranks.index(rank)
+
+
+def _checked_score(score: Any) -> float:
+    """Return the score as a float. Infinite scores and NaN are allowed, but complex numbers are not."""
+    number = number_in(score)
+    is_nan = isinstance(number, float) and math.isnan(number)
+    return math.nan if is_nan else checked_number("score", number, finite=False)
+
+
+class _Replaced:
     """The values of a target that a broadcast replaces: its tensors and, if it is an optimizer, its numbers.
 
     Args:

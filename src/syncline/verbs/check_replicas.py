@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from syncline.checkpoint.encoding import encode
 from syncline.checkpoint.train_state import TrainState
+from syncline.checks import suggests_arguments
 from syncline.equality.fingerprint import digest_of, fingerprints
 from syncline.equality.locate import differing, divergence_error, emit_divergence, locate
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.optimizers.contents import OptimizerNumbers, is_setting, optimizer_leaves, parameters_of
 from syncline.session.world import transport_of
 from syncline.sharded.attached import is_sharded
-from syncline.suggestions import suggests_arguments
 from syncline.tensors.targets import distinct_tensors, named_tensors
 from syncline.transport.agreement import describe_tensors
 from syncline.user_code import calling
@@ -205,7 +205,8 @@ class _Compared:
                 state of all parameters, such as the last loss that LBFGS keeps, are left out as well. Pass None to add
                 the whole state.
         """
-        left_out = () if own is None else _state_prefixes(optimizer, own)
+        places = enumerate(parameters_of(optimizer))
+        left_out = tuple(f"state[{place}]" for place, p in places if own is not None and id(p) in own)
         found = [
             (path, leaf)
             for path, leaf in optimizer_leaves(optimizer)
@@ -285,14 +286,3 @@ def _expected_equal(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _is_below(name: str, others: Iterable[str]) -> bool:
     return any(name.startswith(f"{other}.") for other in others)
-
-
-def _state_prefixes(optimizer: Optimizer, own: Set[int]) -> tuple[str, ...]:
-    """Return the prefixes of the names of some parameters' state, such as "state[0]" for the first parameter.
-
-    Args:
-        optimizer: the optimizer of the parameters.
-        own: the results of `id` for these parameters. Other parameters of the optimizer are left out.
-    """
-    places = enumerate(parameters_of(optimizer))
-    return tuple(f"state[{place}]" for place, parameter in places if id(parameter) in own)

@@ -1,4 +1,4 @@
-"""Functions that several verbs use: the comparison of calls between ranks, checks of targets, and ranks of groups."""
+"""Functions that several verbs use: the comparison of calls between ranks, and checks of targets."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from syncline._torch.profiler import profiled
+from syncline._torch.autograd import profiled
 from syncline._torch.tensors import outside_of_transforms
-from syncline.checks import checked_count
 from syncline.events import called
 from syncline.sharded.attached import is_sharded
 from syncline.sharded.sharing import has_one_copy
 from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
-from syncline.words import describe_ranks
 
 Group = dist.ProcessGroup | Transport | None
 
@@ -79,31 +77,6 @@ def agree_on_call(
     payloads = exchange(transport, title, lines, payload=payload, fault=fault, remedy=remedy, digest=digest)
     assert prepared is not None
     return prepared.value, payloads
-
-
-def rank_of_source(src: Any, group: Group, transport: Transport) -> int:
-    """Return the rank that the process with the global rank `src` has in `transport`.
-
-    If `group` is a Syncline transport, `src` is already a rank of that transport.
-
-    Raises:
-        TypeError: `src` is not an integer.
-        ValueError: `src` is not a rank of the group.
-    """
-    rank = checked_count("src", src)
-    ranks = list(range(transport.size))
-    if isinstance(group, dist.ProcessGroup):
-        ranks = dist.get_process_group_ranks(group)
-    if rank not in ranks:
-        raise ValueError(
-            f"expected src to be a global rank of the group, which consists of {describe_ranks(ranks)}, got {rank}"
-        )
-    return ranks.index(rank)
-
-
-def global_rank(rank: int, group: Group) -> int:
-    """Return the global rank of a rank in a process group of torch. If `group` is a transport, return `rank` itself."""
-    return dist.get_process_group_ranks(group)[rank] if isinstance(group, dist.ProcessGroup) else rank
 
 
 def refuse_one_copy(target: Any) -> None:

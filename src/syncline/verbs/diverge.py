@@ -9,10 +9,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from torch import Tensor, nn
 
 from syncline._torch.modules import uncompiled
-from syncline.checks import checked_kind
+from syncline.checks import checked_kind, suggests_arguments
 from syncline.errors import SynclineError
 from syncline.session.registry import REGISTRY
-from syncline.suggestions import suggests_arguments
 from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.verbs.common import refuse_one_copy

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from syncline.checkpoint.encoding import decode, encode
-from syncline.checks import checked_count, checked_flag, what_it_is
+from syncline.checks import checked_count, checked_flag, suggests_arguments, what_it_is
 from syncline.session.world import transport_of
-from syncline.suggestions import suggests_arguments
 from syncline.tensors.gathering import Row, gather_unequal
 from syncline.tensors.targets import as_bytes, check_dense
 from syncline.transport.agreement import PAYLOAD_BYTES, DeviceLabels, gather_rows

@@ -16,13 +16,12 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from syncline.checks import checked_number, what_it_is
+from syncline.checks import checked_number, suggests_arguments, what_it_is
 from syncline.session.world import transport_of
-from syncline.suggestions import suggests_arguments
+from syncline.tensors.reduction import TensorReducer
 from syncline.tensors.targets import check_dense
 from syncline.transport.agreement import PAYLOAD_BYTES, exchange, gather_rows
 from syncline.transport.base import Transport
-from syncline.transport.work import Work
 from syncline.trees import leaves, map_leaves
 from syncline.verbs.common import Group, Prepared, agree_on_call, checked_total, verb
 
@@ -86,25 +85,22 @@ def _mean_of_rows(rows: Sequence[Tensor], weights: Sequence[float], total: float
     return sums / total
 
 
-def _reduced(tensors: Sequence[Tensor], fraction: float, transport: Transport) -> Iterator[Tensor]:
-    """Yield the weighted means of large tensors over the ranks.
+def _reduced(tensors: Sequence[Tensor], fraction: float, transport: Transport) -> list[Tensor]:
+    """Return the weighted means of large tensors over the ranks.
 
     Args:
         tensors: the large tensors of this rank.
         fraction: this rank's weight, divided by the sum of all weights.
         transport: the transport between the ranks.
     """
-    started: list[tuple[Tensor, Work]] = []
+    means = []
     for tensor in tensors:
         # Sum 16-bit values and integers in fp32 at least.
         dtype = torch.promote_types(_result_dtype(tensor), torch.float32)
-        part = torch.zeros(tensor.shape, dtype=dtype, device=transport.sending_device(tensor.device))
-        if fraction > 0:
-            torch.mul(tensor.detach().to(part), fraction, out=part)
-        started.append((part, transport.all_reduce(part.view(-1))))
-    for part, work in started:
-        work.wait()
-        yield part
+        mean = torch.empty(tensor.shape, dtype=dtype, device=transport.sending_device(tensor.device))
+        means.append(mean.copy_(tensor.detach()))
+    TensorReducer(means, transport, "sum", fraction=fraction).run()
+    return means
 
 
 # ---------------------------------------------------------------------- output
@@ -171,8 +167,8 @@ def mean(values: T, weight: float | Tensor = 1.0, *, group: Group = None) -> T: 
 def mean(values: Any, weight: float | Tensor = 1.0, *, group: Group = None) -> Any:
     """Return the weighted mean of `values` over the ranks. The result has the same bits on every rank.
 
-    Up to eight numbers take one collective, and more numbers take two. Each tensor of 4,096 elements or more takes one
-    additional collective.
+    Up to eight numbers take one collective, and more numbers take two. Tensors of 4,096 elements or more take
+    additional collectives, which are few even for many tensors.
 
     Args:
         values: a number, a tensor, or nested dicts, lists, tuples and dataclasses of numbers and tensors. Names, shapes
@@ -219,8 +215,7 @@ def mean(values: Any, weight: float | Tensor = 1.0, *, group: Group = None) -> A
         total = checked_total("sl.mean", weights)
         if row.numel() > _NUM_INLINE:
             rows = gather_rows(transport, row)
-        large = _reduced(
-            [leaf for leaf in found if _is_large(leaf)], weights[transport.rank] / total, transport
-        )
-        results = _results(found, _mean_of_rows(rows, weights, total), large)
+        large = [leaf for leaf in found if _is_large(leaf)]
+        means = _reduced(large, weights[transport.rank] / total, transport)
+        results = _results(found, _mean_of_rows(rows, weights, total), iter(means))
         return map_leaves(values, lambda path, leaf: next(results))

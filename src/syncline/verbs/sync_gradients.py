@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from syncline._torch.tensors import gradient_dtype
-from syncline.checks import checked_flag, checked_kind
+from syncline.checks import checked_flag, checked_kind, suggests_arguments
 from syncline.errors import SynclineError
 from syncline.gradients.bucket_plan import BucketCaps, ParameterSpec, plan_buckets
 from syncline.gradients.reducer import GradientSync, reducers_of
 from syncline.gradients.riders.items import Standing
 from syncline.gradients.sparse import SparseBucket
 from syncline.session.world import transport_of
-from syncline.suggestions import suggests_arguments
 from syncline.tensors.reduction import TensorReducer
 from syncline.transport.agreement import PAYLOAD_BYTES, describe_tensors, gather_rows
 from syncline.transport.base import Transport

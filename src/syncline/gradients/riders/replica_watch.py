@@ -19,7 +19,7 @@ from typing import Literal, get_args
 from torch import Tensor
 from torch.optim import Optimizer
 
-from syncline.checks import checked_choice, checked_count, store
+from syncline.checks import checked_choice, checked_count, store, suggests_arguments
 from syncline.equality.fingerprint import mixed
 from syncline.equality.leaves import Leaf, parameter_leaves
 from syncline.equality.locate import emit_divergence
@@ -28,7 +28,6 @@ from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Holder, Reduced, Rider, Words
 from syncline.gradients.riders.coverage import Coverage, Listing
 from syncline.gradients.riders.replica_search import Located, Peers
-from syncline.suggestions import suggests_arguments
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.targets import distinct_tensors
 from syncline.user_code import warn_user

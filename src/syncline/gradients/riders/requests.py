@@ -8,7 +8,6 @@ them, a separate collective sends them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 
 import torch
 
@@ -17,17 +16,6 @@ from syncline.gradients.riders.base import Rider, Words
 from syncline.session.stop_request import StopRequest
 from syncline.transport.agreement import gather_rows
 from syncline.transport.base import Transport
-
-
-class VoteRoute(Enum):
-    """The way in which the votes travel. All ranks use the same way."""
-
-    GRADIENTS = "with gradients"
-    """Each synchronized backward carries the votes."""
-    COLLECTIVE = "in a collective of their own"
-    GRADIENTS_ONLY = "with gradients only"
-    """Synchronized backwards carry the votes. A collective of their own is not possible, because ranks without inputs
-    (inside of `join`) would not enter it."""
 
 
 class StopVote:

@@ -1,7 +1,6 @@
 """Execution of strategies: count optimizer steps, ask the strategy for its actions, and carry the actions out.
 
-driver.py      counts optimizer steps, asks the strategy for actions, has them carried out, records them
-executor.py    carries out actions on the tensors and optimizers of one rank
+driver.py      counts optimizer steps, asks the strategy for actions, carries them out, records them
 flat.py        tensors that are joined to one flat tensor; the mean outer gradient in the memory of the parameters
 kept.py        the interface of the data that actions need beside the module
 outer_step.py  the copies of the parameters and the outer optimizer of DiLoCo

@@ -8,34 +8,45 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from syncline._torch.profiler import profiled
+from syncline._torch.autograd import profiled
+from syncline._torch.tensors import foreach_copy_
 from syncline.equality.fingerprint import hash_of, hash_of_sample
 from syncline.equality.locate import emit_divergence
 from syncline.errors import ReplicaDivergence, SynclineError
 from syncline.events import OBSERVERS, ParametersSynced, Source, emit
 from syncline.liveness.board import StepPhase
-from syncline.optimizers.attached import AttachedOptimizer
+from syncline.optimizers.attached import AttachedOptimizer, Optimizers, settings_of
 from syncline.records import RoundRecord
 from syncline.strategies.actions import (
     Action,
     Average,
     AverageBuffers,
     Await,
+    Mechanism,
+    OuterCopies,
     Push,
+    PushSumWeight,
     ReceiveOuter,
     ReduceGradients,
     SendOuter,
+    ServerShard,
     are_blocking,
     descriptions,
     make_equal,
     synchronized_by,
 )
 from syncline.strategies.base import Progress, Spec, Strategy
-from syncline.strategies.execution.executor import Executor, Optimizers
+from syncline.strategies.execution.kept import Kept
+from syncline.strategies.execution.outer_step import OuterLoop
+from syncline.strategies.execution.push_sum import PushSum
+from syncline.strategies.execution.server import ShardedServer
 from syncline.strategies.execution.standing import Standing
+from syncline.tensors.reduction import TensorReducer
+from syncline.tensors.targets import mark_written
 from syncline.transport.agreement import describe_tensors, exchange
 from syncline.transport.base import Transport
 from syncline.user_code import calling
@@ -102,38 +113,51 @@ class Rounds:
         """For each fragment, the step after which its outer gradient was last sent."""
         self.standing = Standing(transport)
         """The syncs that stand when a rank is lost."""
-        lane = transport.lane(f"parameters of {title}")
+        self._parameters = [parameter for _, parameter in named]
+        self._lane = transport.lane(f"parameters of {title}")
+        """The lane for the parameters and the tensors averaged with them. It carries no other data."""
+        self._equalize_buffers = equalize_buffers
+        self._present_buffers = present_buffers
+        self._mechanism: Mechanism | None = None
+        self._kept = Kept()
+        """The data that actions need beside the module. For gossip and parameter servers `_connect` creates it."""
         fault = None
         try:
             # Syncline's own strategies raise Syncline's errors. Errors of a user's strategy are marked as user code.
             is_ours = type(strategy).__module__.startswith("syncline.")
             with nullcontext() if is_ours else calling(f"init() or mechanism() of {type(strategy).__name__}"):
                 self._plan = strategy.init(spec)
-                mechanism = strategy.mechanism(spec)
-            self._executor = Executor(
-                mechanism,
-                named,
-                lane,
-                self.optimizers,
-                self.standing,
-                equalize_buffers=equalize_buffers,
-                present_buffers=present_buffers,
-            )
+                self._mechanism = strategy.mechanism(spec)
+            if isinstance(self._mechanism, OuterCopies):
+                self._kept = OuterLoop(named, self._mechanism, self._lane, self.standing)
         except Exception as error:
             fault = error
         self._connect(fault)
 
     def _connect(self, fault: Exception | None) -> None:
-        """Compare the outer optimizers of the ranks, and exchange their push-sum weights. A collective call."""
+        """Compare the outer optimizers, exchange the push-sum weights, and create the data of gossip or of a server.
+
+        A collective call.
+        """
+        mechanism = self._mechanism
         rows = exchange(
             self.transport,
             f"{self._title} by {type(self.strategy).__name__}",
-            [] if fault else self._executor.outer_settings,
-            payload=_WEIGHT.pack(1.0 if fault else self._executor.weight),
+            self._outer_settings(),
+            payload=_WEIGHT.pack(mechanism.weight if isinstance(mechanism, PushSumWeight) else 1.0),
             fault=fault,
             remedy=_REMEDY,
         )
-        self._executor.connect([_WEIGHT.unpack_from(row)[0] for row in rows])
+        if isinstance(mechanism, PushSumWeight):
+            weights = [_WEIGHT.unpack_from(row)[0] for row in rows]
+            self._kept = PushSum(weights, self._lane, self._mixed_tensors)
+        elif isinstance(mechanism, ServerShard) and self._lane.size > 1:
+            self._kept = ShardedServer(self._parameters, self._lane)
+
+    def _mixed_tensors(self) -> list[Tensor]:
+        """Return the tensors that gossip mixes: the parameters, and the floating-point buffers."""
+        buffers = self._present_buffers()
+        return [*self._parameters, *(buffer for buffer in buffers if buffer.is_floating_point())]
 
     @property
     def step(self) -> int:
@@ -143,12 +167,12 @@ class Rounds:
     @property
     def lanes(self) -> list[Transport]:
         """The lanes that carry the strategy's data. They have to be closed together with the wrapper."""
-        return self._executor.lanes
+        return [self._lane, *self._kept.lanes]
 
     @property
     def outer_optimizer(self) -> Optimizer | None:
         """The outer optimizer of the strategy, or None if the strategy has none."""
-        return self._executor.kept.optimizer
+        return self._kept.optimizer
 
     # ------------------------------------------------------------------ called by the wrapper
 
@@ -172,9 +196,9 @@ class Rounds:
         """
         if self._settled_at is not None:
             return
-        if self._executor.kept.has_copies:
+        if self._kept.has_copies:
             title = f"before the first step of {self._title}"
-            if not self._are_found_equal(title, self._executor.parameters):
+            if not self._are_found_equal(title, self._parameters):
                 error = ReplicaDivergence(
                     f"{title}: expected equal parameters on all ranks, but they differ. {self.strategy} needs an equal "
                     "start on all ranks. Call sl.broadcast_(ddp) to copy rank 0's parameters to all ranks, or "
@@ -193,12 +217,12 @@ class Rounds:
         # Not in __init__, because values may be loaded into the module after it was wrapped.
         if self._settled_at is None:
             self._settled_at = self.step
-            self._executor.kept.start()
+            self._kept.start()
 
     def restart(self) -> None:
         """Continue from the current parameters, after a call such as `sl.broadcast_` has made them equal."""
         self.are_equal = True
-        self._executor.kept.restart()
+        self._kept.restart()
 
     def step_ended(self, attached: AttachedOptimizer, *, has_failed: bool = False) -> None:
         """Record that an attached optimizer has stepped.
@@ -216,7 +240,7 @@ class Rounds:
             return
         if was_synchronous or not self.strategy.needs_attach:
             self.standing.contain(self.step)
-        inbox = self._executor.kept.poll()
+        inbox = self._kept.poll()
         plan, actions = self.strategy.at_step(self._plan, Progress(step=self.step), inbox)
         if has_failed:
             self._plan = self._plan if actions else plan
@@ -231,11 +255,10 @@ class Rounds:
 
         Afterwards the parameters are equal on all ranks.
         """
-        kept = self._executor.kept
         plan, actions = self.strategy.at_sync(self._plan, Progress(step=self.step))
         # Ranks with different actions would mix up their messages, so the actions are compared first.
-        compared = [] if kept.serves else [str(action) for action in actions]
-        averaged = self._executor.averaged_by(actions)
+        compared = [] if self._kept.serves else [str(action) for action in actions]
+        averaged = self._averaged_by(actions)
         title = f"ddp.sync_parameters_() of {self._title}"
         samples = exchange(
             self.transport,
@@ -254,7 +277,7 @@ class Rounds:
             self._carry_out(plan, remaining, are_equal=True)
         else:
             self._carry_out(plan, actions)
-        kept.finish()
+        self._kept.finish()
         self._settled_at = self.step
 
     def _are_found_equal(self, title: str, tensors: Sequence[Tensor]) -> bool:
@@ -273,7 +296,7 @@ class Rounds:
         Raises:
             SynclineError: the call could deadlock.
         """
-        if self._executor.kept.serves and self._settled_at not in (None, self.step):
+        if self._kept.serves and self._settled_at not in (None, self.step):
             raise SynclineError(
                 f"{what} after step {self.step} could deadlock under strategy={self.strategy}. Updates of parameters "
                 "may still be in flight, and a rank cannot process them while it waits for the other ranks in this "
@@ -282,9 +305,9 @@ class Rounds:
 
     def next_step(self) -> int | None:
         """Return the next step after which the strategy sends data, or None if it is not among the next 10,000."""
-        if self._executor.kept.serves:
+        if self._kept.serves:
             return self.step + 1
-        plan, has_buffers = self._plan, self._executor.has_buffers
+        plan, has_buffers = self._plan, bool(self._present_buffers())
         for step in range(self.step + 1, self.step + 10_000):
             plan, actions = self.strategy.at_step(plan, Progress(step=step))
             if any(descriptions(actions, has_buffers=has_buffers)):
@@ -304,24 +327,24 @@ class Rounds:
         if not actions:
             self._plan = plan
             return
-        executor, board = self._executor, self.transport.board
+        board, has_buffers = self.transport.board, bool(self._present_buffers())
         before, start = self.transport.statistics(), time.perf_counter()
         former_phase, board.phase = board.phase, StepPhase.PARAMETER_SYNC
         done = list(actions)
         with profiled("round {}", type(self.strategy).__name__):
             self._run(actions)
             while any(isinstance(action, Await) for action in actions):
-                plan, actions = self.strategy.at_step(plan, Progress(step=self.step), executor.kept.wait())
+                plan, actions = self.strategy.at_step(plan, Progress(step=self.step), self._kept.wait())
                 self._run(actions)
                 done += actions
-            executor.kept.write()
+            self._kept.write()
         board.phase = former_phase
         self._plan = plan
         if any(isinstance(action, Push) for action in done):
             self.standing.contain(self.step)
         sent = self.transport.statistics() - before
-        self.synced_at |= dict.fromkeys(synchronized_by(done, has_buffers=executor.has_buffers), self.step)
-        if what := tuple(dict.fromkeys(descriptions(done, has_buffers=executor.has_buffers))):
+        self.synced_at |= dict.fromkeys(synchronized_by(done, has_buffers=has_buffers), self.step)
+        if what := tuple(dict.fromkeys(descriptions(done, has_buffers=has_buffers))):
             self.last = RoundRecord(
                 step=self.step,
                 what=what,
@@ -334,19 +357,53 @@ class Rounds:
                 source = Source(self.transport.rank, self._title_in_events)
                 event = ParametersSynced(source, start, time.perf_counter(), self.last)
                 emit(OBSERVERS.parameters_synced, event)
-        self.are_equal = are_equal or make_equal(done, num_fragments=executor.kept.num_fragments)
+        self.are_equal = are_equal or make_equal(done, num_fragments=self._kept.num_fragments)
         if self.are_equal:
             self._when_equal(self.step)
 
     def _run(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, SendOuter):
-                self._sent_at[action.fragment] = self.step
-            elif isinstance(action, ReceiveOuter):
-                self.standing.announce(self._sent_at.get(action.fragment, self.step))
-            elif isinstance(action, Average):
-                self.standing.announce(self.step)
-            self._executor.run(action)
+            match action:
+                case Average():
+                    self.standing.announce(self.step)
+                    if action.by_weight:
+                        self._kept.run(action)
+                    else:
+                        self._average(action)
+                    self._equalize_buffers()
+                case AverageBuffers():
+                    self._equalize_buffers()
+                case Await():
+                    pass  # `_carry_out` waits
+                case _:
+                    if isinstance(action, SendOuter):
+                        self._sent_at[action.fragment] = self.step
+                    elif isinstance(action, ReceiveOuter):
+                        self.standing.announce(self._sent_at.get(action.fragment, self.step))
+                    self._kept.run(action)
+
+    def _averaged_by(self, actions: Sequence[Action]) -> list[Tensor]:
+        """Return the tensors that actions replace by their plain mean, without the buffers. There may be none."""
+        plain = [action for action in actions if isinstance(action, Average) and not action.by_weight]
+        if not plain or self._lane.size == 1:
+            return []
+        with_state = any(action.optimizer_state for action in plain)
+        state = self.optimizers.floating_state() if with_state else []
+        return [*self._parameters, *(tensor for _, tensor in state)]
+
+    def _average(self, action: Average) -> None:
+        tensors = self._averaged_by([action])
+        confirms = self.standing.confirms
+        means = [tensor.detach().clone() for tensor in tensors] if confirms else tensors
+        TensorReducer(means, self._lane, "mean", rounds_once=True).run()
+
+        def write() -> None:
+            with torch.no_grad():
+                foreach_copy_([tensor.data for tensor in tensors], means)
+            mark_written(tensors)
+
+        if confirms:
+            self.standing.write(write)
 
     def _settings(self, actions: Sequence[Action]) -> list[str]:
         """Return the settings that must be equal on all ranks at a parameter sync, as one line of text each."""
@@ -355,22 +412,32 @@ class Rounds:
             for number, attached in enumerate(self.optimizers.attached)
             for line in attached.describe_settings(number)
         ]
-        lines += self._executor.outer_settings
+        lines += self._outer_settings()
         if any(isinstance(action, Average) and action.optimizer_state for action in actions):
             lines += describe_tensors(self.optimizers.floating_state(), kind="state", layout=False)
         return lines
+
+    def _outer_settings(self) -> list[str]:
+        """Return the settings of the outer optimizer as one line of text each. They must be equal on all ranks."""
+        groups = [] if self._kept.optimizer is None else settings_of(self._kept.optimizer)
+        return [
+            f"outer optimizer, param_groups[{index}].{key}  {value}"
+            for index, group in enumerate(groups)
+            for key, value in group
+        ]
 
     # ------------------------------------------------------------------ ranks are lost, or join
 
     @property
     def contained(self) -> int:
         """The last step of the other ranks whose changes the parameters of this rank contain."""
-        return max(self.standing.contained, self._executor.kept.closed_up_to)
+        return max(self.standing.contained, self._kept.closed_up_to)
 
     @property
     def meets_at_syncs(self) -> bool:
         """Whether all ranks meet only at syncs, which they confirm."""
-        return self.strategy.needs_attach and not self._executor.is_apart and not self.is_synchronous
+        sends_to_single_ranks = isinstance(self._mechanism, PushSumWeight | ServerShard)
+        return self.strategy.needs_attach and not sends_to_single_ranks and not self.is_synchronous
 
     def follow(self, transport: Transport, spec: Spec) -> None:
         """Synchronize over another group from now on, and discard what is in flight. A collective call.
@@ -379,7 +446,11 @@ class Rounds:
         """
         self.transport, self._spec = transport, spec
         self.standing.follow(transport)
-        self._executor.follow(transport.lane(f"parameters of {self._title}"))
+        self._lane = transport.lane(f"parameters of {self._title}")
+        if isinstance(self._kept, OuterLoop):
+            self._kept.follow(self._lane)
+        else:
+            self._kept = Kept()
         # Some ranks may have begun the first step, and all compare the parameters before it.
         if self.step == 0:
             self._settled_at = None
@@ -411,7 +482,7 @@ class Rounds:
             actions = ()  # no rank has made a step
         self._carry_out(plan, actions)
         self.standing.contain(self.step)
-        self._executor.kept.finish()
+        self._kept.finish()
         if self._settled_at is not None:
             self._settled_at = self.step
 
@@ -420,14 +491,13 @@ class Rounds:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the strategy and of its execution; see `DistributedDataParallel.sync_state_dict`."""
         self._check_settled()
-        kept = self._executor.kept
         return {
             "strategy": str(self.strategy),
             "step": self.step,
             "has_started": self._settled_at is not None,
             "are_equal": self.are_equal,
             "state": self._plan._asdict(),
-            **({kept.name: kept.state_dict()} if kept.name else {}),
+            **({self._kept.name: self._kept.state_dict()} if self._kept.name else {}),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -443,11 +513,10 @@ class Rounds:
                 f"strategy={self.strategy}. Wrap the module with the strategy under which the state was saved"
             )
         self._check_settled()
-        kept = self._executor.kept
-        if kept.name in saved:
-            kept.load_state_dict(saved[kept.name])
+        if self._kept.name in saved:
+            self._kept.load_state_dict(saved[self._kept.name])
         else:
-            kept.start()  # a run with one rank has saved the state, and had no servers
+            self._kept.start()  # a run with one rank has saved the state, and had no servers
         self._plan = self.strategy.state_from(saved["state"], self._spec)
         self.optimizers.continue_at(saved["step"])
         self._settled_at = saved["step"] if saved["has_started"] else None
@@ -455,7 +524,7 @@ class Rounds:
         self.are_equal = saved.get("are_equal", False)
 
     def _check_settled(self) -> None:
-        if not self._executor.kept.is_settled:
+        if not self._kept.is_settled:
             raise SynclineError(
                 f"step {self.step}: the state of {self.strategy} cannot be saved or loaded now, because updates of the "
                 "parameters are in flight between ranks: call ddp.sync_parameters_() on all ranks first"

@@ -11,6 +11,7 @@ from torch import Tensor
 from syncline.strategies.actions import Action, Push
 from syncline.strategies.execution.flat import FlatGroup, flat_groups
 from syncline.strategies.execution.kept import Kept
+from syncline.tensors.reduction import TensorReducer
 from syncline.transport.base import Transport
 from syncline.transport.work import Work
 
@@ -96,21 +97,17 @@ class PushSum(Kept):
         self.weight = total
         return [sum_.div_(total) for sum_ in sums]
 
-    def _averaged(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the weighted mean of all ranks' values. A collective call.
+    def _averaged(self, values: list[Tensor]) -> list[Tensor]:
+        """Return the weighted mean of all ranks' values, in their memory. A collective call.
 
         The weight of this rank gets its initial value again.
         """
         transport = self._transport
         total = torch.tensor([self.weight], dtype=torch.float64, device=transport.control_device)
         transport.all_reduce(total).wait()
-        means = []
-        for value in values:
-            wire = value.mul_(self.weight / total.item()).to(transport.sending_device(value.device))
-            transport.all_reduce(wire).wait()
-            means.append(wire.to(value.device))
+        TensorReducer(values, transport, "sum", fraction=self.weight / total.item()).run()
         self.weight = self._own
-        return means
+        return values
 
     def _values(self, groups: Sequence[FlatGroup]) -> list[Tensor]:
         """Return the values of the tensors. Changes since the last write count with this rank's initial weight."""

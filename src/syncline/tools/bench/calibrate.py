@@ -27,7 +27,7 @@ from syncline.compression.exchange import MeanExchange
 from syncline.ddp.wrapper import DistributedDataParallel
 from syncline.session.world import init, shutdown, transport_of
 from syncline.strategies import DiLoCo, LocalSGD, Strategy
-from syncline.tools.plan import CODECS
+from syncline.tools.plan.options import CODECS
 from syncline.transport.base import Transport
 
 _SIZES_BYTES = (1 << 16, 1 << 20, 1 << 23)

@@ -8,22 +8,11 @@ from typing import Any
 
 from syncline import environment
 from syncline.tools.bench.results import describe_machine
-from syncline.tools.launch.command import worker_command
 from syncline.tools.launch.guardian import Guardian
 from syncline.tools.launch.supervise import run_on_this_host
-from syncline.tools.plan import Calls, Coding, Cost, Job, Machine
-
-
-class MeasurementFailed(Exception):
-    """The ranks of a measurement have failed, and have printed why.
-
-    Args:
-        code: the exit code of the rank that failed first.
-    """
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"the measurement failed with exit code {code}")
-        self.code = code
+from syncline.tools.launch.worker import worker_command
+from syncline.tools.plan.job import Job
+from syncline.tools.plan.machine import Calls, Coding, Cost, Machine
 
 
 def measured(
@@ -39,7 +28,7 @@ def measured(
         prefix: the text before each line that the ranks print.
 
     Raises:
-        MeasurementFailed: a rank has failed.
+        SystemExit: a rank has failed, and has printed why. The code is that of the rank that failed first.
     """
     with Guardian(environment.for_child({})) as guardian:
         output = guardian.folder / "measured.json"
@@ -47,7 +36,7 @@ def measured(
         command = worker_command([module, *arguments, str(output)], is_module=True)
         code = run_on_this_host(num_ranks, command, guardian, num_threads=num_threads, prefix=prefix)
         if code:
-            raise MeasurementFailed(code)
+            raise SystemExit(code)
         found: dict[str, Any] = json.loads(output.read_text())
         return found
 
@@ -59,7 +48,7 @@ def calibrated(say: Callable[[str], object] = lambda text: None) -> Machine:
         say: a function that prints a line about what is measured.
 
     Raises:
-        MeasurementFailed: a rank has failed.
+        SystemExit: a rank has failed, and has printed why. The code is that of the rank that failed first.
     """
     found = {}
     for num in (2, 4, 8):
@@ -89,6 +78,6 @@ def measured_model(model: str, *, num_ranks: int, num_threads: int) -> Job:
         num_threads: the number of threads of each rank.
 
     Raises:
-        MeasurementFailed: a rank has failed.
+        SystemExit: a rank has failed, and has printed why. The code is that of the rank that failed first.
     """
     return Job.from_json(measured(num_ranks, "model_times", model, num_threads=num_threads))

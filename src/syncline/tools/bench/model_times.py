@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from syncline import environment, tracebacks
+from syncline.checks import did_you_mean
 from syncline.session.process import record_failure
 from syncline.session.world import init, shutdown, transport_of
-from syncline.suggestions import did_you_mean
-from syncline.tools.plan import Gradient, Job
+from syncline.tools.plan.job import Gradient, Job
 from syncline.transport.base import Transport
 from syncline.trees import leaves
 

@@ -1,16 +1,13 @@
-"""The command line `syncline`, with one module per command. This module runs the command that the user names.
+"""The command line `syncline`. This module runs the command that the user names; commands that are alike share one.
 
 bench.py     `syncline bench`
-doctor.py    `syncline doctor`
-explain.py   `syncline explain`
 options.py   the parser class of all commands, and the options of `syncline run`
 output.py    messages, files that are written, and output that cannot be written
-plan.py      `syncline plan`
-report.py    `syncline report` and `syncline compare`
+plan.py      `syncline plan`, also with `--tune`
+report.py    the commands that read traces: `syncline report`, `syncline compare` and `syncline watch`
 run.py       `syncline run`
-tune.py      `syncline plan --tune`
+scripts.py   the commands that run a script up to one of its steps: `syncline doctor` and `syncline explain`
 values.py    the types of options: numbers, times, sizes and paths
-watch.py     `syncline watch`
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from syncline.tools.cli import bench, doctor, explain, plan, report, run, watch
+from syncline.tools.cli import bench, plan, report, run, scripts
 from syncline.tools.cli.options import UsageError, did_you_mean
 from syncline.tools.cli.output import EXIT_BROKEN_PIPE, Output, say
 from syncline.tools.launch.display import EXIT_OUTPUT_LOST
@@ -32,13 +29,13 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "run": run.main,
-    "explain": explain.main,
+    "explain": scripts.explain,
     "report": report.report,
     "compare": report.compare,
-    "watch": watch.main,
+    "watch": report.watch,
     "plan": plan.main,
     "bench": bench.main,
-    "doctor": doctor.main,
+    "doctor": scripts.doctor,
 }
 
 _HELP = """\
@@ -85,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except UsageError as error:
             code = 2
             say(program, printable(str(error)))
-        except SystemExit as help_was_shown:
-            code = int(help_was_shown.code or 0)
+        except SystemExit as ended:  # help was shown, or the ranks of a measurement have failed
+            code = int(ended.code or 0)
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
         except OSError as error:

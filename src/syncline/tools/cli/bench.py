@@ -14,7 +14,7 @@ from syncline.tools.bench.results import SUFFIXES, can_plot, parse_size, plot, r
 from syncline.tools.cli.options import CommandParser, refuse
 from syncline.tools.cli.output import say, write_file
 from syncline.tools.cli.values import checked, integer, output_file
-from syncline.tools.plan import usual_path
+from syncline.tools.plan.machine import usual_path
 from syncline.words import format_bytes
 
 _HELP = """\
@@ -63,11 +63,12 @@ def main(argv: Sequence[str]) -> int:
     """Run `syncline bench` with these arguments.
 
     Returns:
-        The exit code. 0 means that the measurement is complete. After a failure, it is the exit code of the rank that
-        failed first. If a signal ended the measurement, the result is 128 + the number of the signal.
+        The exit code, 0: the measurement is complete.
 
     Raises:
         UsageError: the arguments are invalid. Nothing was measured.
+        SystemExit: a rank has failed. The code is that of the rank that failed first. If a signal ended the
+            measurement, it is 128 + the number of the signal.
     """
     args = _parse(argv)
     if args.calibrate and args.json is None:
@@ -81,17 +82,14 @@ def main(argv: Sequence[str]) -> int:
             "turn_seconds": 0.002 if args.quick else 0.01,
         }
         say(_NAME, f"starting {args.n} ranks")
-    from syncline.tools.bench.measured import MeasurementFailed, calibrated, measured
+    from syncline.tools.bench.measured import calibrated, measured
 
-    try:
-        if args.calibrate:
-            machine = calibrated(lambda text: say(_NAME, text))
-            write_file(args.json, json.dumps(machine.to_json(), indent=1) + "\n", option="--json")
-            print(f"The figures of {machine.name} are in {args.json}")
-            return 0
-        found = measured(args.n, "ranks", json.dumps(plan), prefix=f"{_NAME}: ")
-    except MeasurementFailed as failed:
-        return failed.code
+    if args.calibrate:
+        machine = calibrated(lambda text: say(_NAME, text))
+        write_file(args.json, json.dumps(machine.to_json(), indent=1) + "\n", option="--json")
+        print(f"The figures of {machine.name} are in {args.json}")
+        return 0
+    found = measured(args.n, "ranks", json.dumps(plan), prefix=f"{_NAME}: ")
     print(report(found))
     if args.quick:
         print("\n--quick: these results only show that the benchmark runs, not how fast it is")

@@ -161,12 +161,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of an error about an unknown name, which proposes the most similar known name, or "".
 
     Examples:
-        >>> did_you_mean("--nporc", ["--nproc-per-node"]), did_you_mean("-x", ["--json"])
+        >>> did_you_mean("--nporc", ["--nproc-per-node"]), did_you_mean("--x", ["--json", "-h"])
         (': did you mean --nproc-per-node?', '')
     """
-    beginnings = {one[: len(name)]: one for one in known}  # a name may be abbreviated
-    near = difflib.get_close_matches(name, beginnings, n=1)
-    return f": did you mean {beginnings[near[0]]}?" if near else ""
+    word, words = name.lstrip("-"), {one.lstrip("-"): one for one in known}  # hyphens make no names similar
+    if len(word) > 2:  # it may be abbreviated; of fewer letters, many names have some
+        words = {text[: len(word)]: one for text, one in words.items()} | words
+    near = difflib.get_close_matches(word, words, n=1)
+    return f": did you mean {words[near[0]]}?" if near else ""
 
 
 class CommandParser(argparse.ArgumentParser):

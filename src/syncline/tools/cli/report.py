@@ -1,24 +1,29 @@
-"""`syncline report` and `syncline compare`: what a trace says about a run, or about two.
+"""`syncline report`, `syncline compare` and `syncline watch`: what traces say about a run, about two, or about now.
 
-Neither imports torch, which takes seconds.
+None of them imports torch, which takes seconds.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from syncline.tools.cli.options import CommandParser, explained, refuse
+from syncline.tools.cli.options import CommandParser, UsageError, explained, refuse
 from syncline.tools.cli.output import write_file
 from syncline.tools.cli.values import trace_folder
-from syncline.tools.plan import UNMEASURED, Machine, load_machine
+from syncline.tools.plan.machine import UNMEASURED, Machine, load_machine
 from syncline.tools.report.chrome import chrome_trace
 from syncline.tools.report.document import document_of
 from syncline.tools.report.load import NoTrace, load
 from syncline.tools.report.page import page
 from syncline.tools.report.run import Run, run_of
 from syncline.tools.report.text import compared, text_of
+from syncline.tools.watch.follow import Follower
+from syncline.tools.watch.ranks import RankState, screen
+from syncline.tracing.file import parts_in
 from syncline.words import MAX_COLUMNS, format_count, wrapped
 
 _REPORT_HELP = """\
@@ -53,6 +58,27 @@ Put two traced runs side by side: what takes longer, by how much, and why.
 
   -h, --help            show this text
 """
+
+_WATCH_HELP = """\
+usage: syncline watch DIR [--once]
+
+Show what each rank of a run is doing now: its step, how long a step takes, how much
+of it the rank waits, and its phase. If the run stands still: where each rank is, in
+words, and which rank the others wait for. DIR is the directory of a trace, as
+syncline run --trace DIR and sl.trace(DIR) write it; start this in another terminal.
+
+  syncline watch runs/1
+
+  --once                print the present state, and end; there must be a trace
+  -h, --help            show this text
+
+The command ends when all ranks have ended, or with Ctrl-C.
+"""
+
+_EVERY_SECONDS = 1.0
+"""How often the picture is shown."""
+
+_CLEAR = "\033[H\033[2J"
 
 
 def report(argv: Sequence[str]) -> int:
@@ -99,6 +125,38 @@ def compare(argv: Sequence[str]) -> int:
     documents = [document_of(run_in(one), machine_here()) for one in (args.first, args.second)]
     print(compared([str(args.first), str(args.second)], documents))
     return 0
+
+
+def watch(argv: Sequence[str]) -> int:
+    """Run `syncline watch` with these arguments, and return the exit code.
+
+    Raises:
+        UsageError: the arguments are invalid.
+    """
+    parser = CommandParser("syncline watch", _WATCH_HELP)
+    parser.add_argument("directory", metavar="DIR", type=trace_folder)
+    parser.add_argument("--once", action="store_true")
+    args = parser.parse_all(argv)
+    directory: Path = args.directory
+    if args.once and not parts_in(directory):
+        what = "has no trace" if directory.exists() else "does not exist"
+        wait = "without --once, syncline watch waits for one"
+        raise UsageError(f"{directory} {what}: expected the directory of a trace; {wait}")
+    follower = Follower(directory)
+    try:
+        while True:
+            states = follower.present()
+            _show(directory, states)
+            if args.once or (states and all(one.end is not None for one in states)):
+                return 0
+            time.sleep(_EVERY_SECONDS)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _show(directory: Path, states: Sequence[RankState]) -> None:
+    text = screen(states, time.monotonic()) if states else f"waiting for a trace in {directory} ..."
+    print(f"{_CLEAR if sys.stdout.isatty() else ''}{text}", flush=True)
 
 
 def run_in(directory: Path) -> Run:

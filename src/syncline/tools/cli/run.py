@@ -28,13 +28,13 @@ from syncline.session.listening import LOOPBACK, bound_socket, is_of_this_host
 from syncline.tools.cli.options import UsageError, explained, parse_run, refuse
 from syncline.tools.cli.output import say
 from syncline.tools.cli.values import num_hosts
-from syncline.tools.launch.command import worker_command
+from syncline.tools.launch.display import Display
 from syncline.tools.launch.guardian import Guardian
+from syncline.tools.launch.worker import worker_command
 from syncline.tools.watch.live import Live, terminal_fd
 from syncline.tracing.file import SUFFIX
 
 if TYPE_CHECKING:
-    from syncline.tools.launch.display import Display
     from syncline.tools.launch.supervise import Job
 
 _NAME = "syncline run"
@@ -65,7 +65,6 @@ def main(argv: Sequence[str]) -> int:
     _choose_rendezvous(args)
     with explained(ValueError):
         environment.token()
-    from syncline.tools.launch.display import Display
     from syncline.tools.launch.supervise import supervise
 
     variables = {"OMP_NUM_THREADS": str(environment.threads_per_rank(num_processes))}
@@ -81,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         if args.verbose and "OMP_NUM_THREADS" in before:
             say(_NAME, f"OMP_NUM_THREADS is now {variables['OMP_NUM_THREADS']}: cores / processes")
         with Guardian(environment.for_child({})) as guardian, _display(args, guardian) as display:
-            return supervise(_job(args, guardian, display or Display()))
+            return supervise(_job(args, guardian, display))
     finally:
         environment.restore(before)
 
@@ -208,8 +207,8 @@ def _check_port(host: str | None, port: int, name: str) -> None:
 # ---------------------------------------------------------------------- the job
 
 
-def _display(args: argparse.Namespace, guardian: Guardian) -> AbstractContextManager[Display | None]:
-    """Return a context with the display that `--live` asks for, or with None."""
+def _display(args: argparse.Namespace, guardian: Guardian) -> AbstractContextManager[Display]:
+    """Return a context with the display that `--live` asks for, or with the usual one."""
     fd = terminal_fd() if args.live else None
     if args.live and fd is None:
         say(
@@ -219,9 +218,8 @@ def _display(args: argparse.Namespace, guardian: Guardian) -> AbstractContextMan
         )
     args.live = fd is not None
     if fd is None:
-        return nullcontext()
-    directory = Path(args.trace or guardian.folder / "trace")
-    return Live(directory, fd)
+        return nullcontext(Display())
+    return Live(Path(args.trace or guardian.folder / "trace"), fd)
 
 
 def _job(args: argparse.Namespace, guardian: Guardian, display: Display) -> Job:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from syncline.tools.plan import parse_rate, parse_seconds
+from syncline.tools.plan.cluster import parse_rate, parse_seconds
 from syncline.words import shortened
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from syncline.debug.report import facts
 from syncline.environment import num_cores
 from syncline.session.world import init, shutdown, transport_of
-from syncline.transport.shared_memory.core import SharedMemoryUnavailable, library
+from syncline.transport.shared_memory.hub import SharedMemoryUnavailable, library
 from syncline.transport.shared_memory.memory import available_bytes
 from syncline.words import format_time
 
@@ -41,6 +41,11 @@ class Finding(NamedTuple):
     text: str
     kind: Literal["fine", "note", "problem"] = "fine"
     """A "problem" prevents parallel training. A "note" can become a problem. In these cases, `text` has a remedy."""
+
+
+def _judged(name: str, text: str, is_bad: bool, remedy: str) -> Finding:
+    """Return what was measured: a note with a remedy if it is bad."""
+    return Finding(name, f"{text}{remedy}", "note") if is_bad else Finding(name, text)
 
 
 def findings() -> list[Finding]:
@@ -104,14 +109,8 @@ def _check_memory() -> Finding:
     available = available_bytes()
     if available is None:
         return Finding("memory", "the system does not report how much memory is free")
-    text = f"{available / 1e9:.1f} GB free"
-    if available < _LITTLE_MEMORY_BYTES:
-        return Finding(
-            "memory",
-            f"{text}, which is little: end other programs, or raise the memory limit of this process",
-            "note",
-        )
-    return Finding("memory", text)
+    remedy = ", which is little: end other programs, or raise the memory limit of this process"
+    return _judged("memory", f"{available / 1e9:.1f} GB free", available < _LITTLE_MEMORY_BYTES, remedy)
 
 
 def _check_name_lookup() -> Finding:
@@ -121,14 +120,11 @@ def _check_name_lookup() -> Finding:
         socket.getnameinfo((_LOOPBACK_AS_TORCH_HAS_IT, 0, 0, 0), socket.NI_NUMERICSERV)
     seconds = time.perf_counter() - began_at
     text = f"torch looks up the name of this host in {format_time(seconds)}"
-    if seconds < _SLOW_LOOKUP_SECONDS:
-        return Finding("name lookup", text)
-    return Finding(
-        "name lookup",
-        f"{text}, for each connection: the name server does not answer. Until it does, ranks start slowly. On this "
-        f'host the line "{_LOOPBACK_AS_TORCH_HAS_IT} localhost" in /etc/hosts helps',
-        "note",
+    remedy = (
+        ", for each connection: the name server does not answer. Until it does, ranks start slowly. On this host the "
+        f'line "{_LOOPBACK_AS_TORCH_HAS_IT} localhost" in /etc/hosts helps'
     )
+    return _judged("name lookup", text, seconds >= _SLOW_LOOKUP_SECONDS, remedy)
 
 
 def _check_shared_files() -> Iterator[Finding]:
@@ -142,12 +138,8 @@ def _check_shared_files() -> Iterator[Finding]:
         return
     total, _, free = shutil.disk_usage(place)
     text = f"{total / 1e9:.2f} GB, {free / 1e9:.2f} GB free"
-    if free < _SMALL_SHM_BYTES:
-        yield Finding(
-            "/dev/shm", f"{text}, which is little for DataLoader workers and NCCL: {remedy}", "note"
-        )
-    else:
-        yield Finding("/dev/shm", text)
+    little = f", which is little for DataLoader workers and NCCL: {remedy}"
+    yield _judged("/dev/shm", text, free < _SMALL_SHM_BYTES, little)
 
 
 def _check_limits() -> Iterator[Finding]:
@@ -157,12 +149,9 @@ def _check_limits() -> Iterator[Finding]:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    text = "unlimited" if soft == unlimited else str(soft)
-    if soft != unlimited and soft < _FEW_FILES:
-        text += f" at most, which is little for many ranks and workers: run ulimit -n {min(hard, 65536)}"
-        yield Finding("open files", text, "note")
-    else:
-        yield Finding("open files", f"{text} at most")
+    text = f"{'unlimited' if soft == unlimited else soft} at most"
+    little = f", which is little for many ranks and workers: run ulimit -n {min(hard, 65536)}"
+    yield _judged("open files", text, soft != unlimited and soft < _FEW_FILES, little)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     size = "unlimited" if locked == unlimited else f"{locked / 1e6:.2f} MB"
     yield Finding("locked memory", f"{size} (InfiniBand needs unlimited: ulimit -l)")

@@ -15,7 +15,6 @@ import gc
 import json
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,35 +39,29 @@ Re-entrant checkpoints need a backward that writes `.grad`. Such a backward woul
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class WatchOptions:
-    """The options of `syncline doctor SCRIPT` for the watch in each rank."""
-
-    step: int
-    """The number of the forward to examine, for each wrapper.
-
-    Forwards in training mode with gradients enabled are counted, from 1.
-    """
-    continues: bool
-    """Whether the script continues after the examined forward."""
-    report: str
-    """The path of a file. For each examined wrapper, rank 0 adds a line of JSON with `agrees` and `text`."""
-
-
 def main(argument: str) -> None:
     """Watch all wrappers of this process.
 
     Args:
-        argument: the fields of a `WatchOptions`, as JSON.
+        argument: the arguments of `_Watch`, as JSON.
     """
-    watch = _Watch(WatchOptions(**json.loads(argument)))
+    watch = _Watch(**json.loads(argument))
     for wrapper in (torch.nn.parallel.DistributedDataParallel, DistributedDataParallel):
         watch.replace_forward(wrapper)
 
 
 class _Watch:
-    def __init__(self, options: WatchOptions) -> None:
-        self._options = options
+    """The watch of this process.
+
+    Args:
+        step: the number of the forward to examine, for each wrapper. Forwards in training mode with gradients enabled
+            are counted, from 1.
+        continues: whether the script continues after the examined forward.
+        report: the path of a file. For each examined wrapper, rank 0 adds a line of JSON with `agrees` and `text`.
+    """
+
+    def __init__(self, *, step: int, continues: bool, report: str) -> None:
+        self._step, self._continues, self._report = step, continues, Path(report)
         self._num_forwards: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._is_over = False
 
@@ -90,17 +83,17 @@ class _Watch:
             return
         number = self._num_forwards.get(ddp, 0) + 1
         self._num_forwards[ddp] = number
-        if number != self._options.step:
+        if number != self._step:
             return
         replica = replica_of(ddp)
         transport = transport_of(ddp.process_group) if replica is None else replica.transport
         agrees, text = _examine(ddp, args, kwargs, transport, number)
         if transport.rank == 0:
-            if not self._options.continues:
+            if not self._continues:
                 text += _name_others(ddp)
-            with Path(self._options.report).open("a", encoding="utf-8") as file:
+            with self._report.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"agrees": agrees, "text": text}) + "\n")
-        if not self._options.continues:
+        if not self._continues:
             self._is_over = True
             raise SystemExit(0)
 

@@ -30,7 +30,7 @@ from syncline.events import (
     OptimizerStepped,
     ParametersSynced,
 )
-from syncline.tools.explain.report import Module, Options, Report
+from syncline.tools.explain.report import Options, Report
 from syncline.tools.explain.rows import Backward, StepEvents, Update, rows_of
 
 
@@ -135,7 +135,7 @@ class StepObserver(Observer):
                 step=self._num_steps,
                 num_ranks=self._options.num_ranks,
                 seconds=step.ended_at - step.began_at,
-                modules=[Module(contract=str(one.contract()), words=one.explain()) for one in last_forwards],
+                modules=[f"{one.contract()}\n\n{one.explain()}" for one in last_forwards],
                 rows=rows_of(step),
                 meets_others=step.meets_others,
             )

@@ -15,7 +15,7 @@ from syncline.events import (
     ParametersSynced,
 )
 from syncline.records import BucketRecord
-from syncline.tools.explain.picture import Kind, Row
+from syncline.tools.explain.report import Kind, Row
 from syncline.words import format_bytes, format_count, format_names, format_time
 
 

@@ -4,40 +4,10 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 EXIT_OUTPUT_LOST = 74
 """The exit code if output could not be written, for example to a full disk. It is EX_IOERR of sysexits.h."""
-
-
-class Display:
-    """A display that shows the output of the ranks, and nothing else. `syncline run --live` has another one."""
-
-    show: Callable[[int, bytes], None] | None = None
-    """A function that prints complete lines, which is called with the file descriptor (1 or 2) and the bytes.
-
-    None means that they are written to the descriptor, and that rank 0 may write to a terminal directly.
-    """
-
-    only_rank_0 = False
-    """Whether the lines of the other ranks do not appear. If one of them fails, its error is printed at the end."""
-
-    @property
-    def output_failure(self) -> OSError | None:
-        """Why lines that `show` got could not be written; None if all were."""
-        return None
-
-    def start_ranks(self, ranks: Sequence[int]) -> None:
-        """Note which ranks are started on this host now. They replace all ranks of a former attempt."""
-
-    def end(self) -> None:
-        """Show nothing more beside the output. Call this when the ranks have ended."""
-
-
-class DisplayOfRank0(Display):
-    """A display that shows the output of rank 0 only, and never lets it write to a terminal directly."""
-
-    only_rank_0 = True
 
 
 class Writer:
@@ -63,3 +33,33 @@ class Writer:
                 self._closed_fds.add(fd)
                 if not isinstance(error, BrokenPipeError):
                     self.failure = self.failure or error
+
+
+class Display:
+    """A display that shows the output of the ranks, and nothing else. `syncline run --live` has another one."""
+
+    only_rank_0 = False
+    """Whether the lines of the other ranks do not appear. If one of them fails, its error is printed at the end."""
+
+    owns_terminal = False
+    """Whether rank 0 never writes to a terminal directly, as it usually does."""
+
+    def __init__(self) -> None:
+        self.writer = Writer()
+        """What writes the output, and the files in which it is kept."""
+
+    def show(self, fd: int, data: bytes) -> None:
+        """Print complete lines to a file descriptor, which is 1 or 2."""
+        self.writer.write(fd, data)
+
+    def start_ranks(self, ranks: Sequence[int]) -> None:
+        """Note which ranks are started on this host now. They replace all ranks of a former attempt."""
+
+    def end(self) -> None:
+        """Show nothing more beside the output. Call this when the ranks have ended."""
+
+
+class DisplayOfRank0(Display):
+    """A display that shows the output of rank 0 only, and never lets it write to a terminal directly."""
+
+    only_rank_0 = owns_terminal = True

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import multiprocessing
 import os
 import pickle
 import signal
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,55 +19,43 @@ from syncline import environment, tracebacks
 from syncline.session.process import end_with_parent, exit_code_of, record_failure
 from syncline.session.world import begin_in_fork, leave_at_end
 
-
-@dataclass
-class RankTask:
-    """The task of one rank."""
-
-    rank: int
-    launcher_pid: int
-    folder: str
-    """The private folder of the rank. It has the pipes for the rank's output."""
-    variables: dict[str, str]
-    call: Any
-    """The function with its arguments: a tuple, or a pickle if the rank was spawned."""
-    is_fork: bool
-    num_threads: int | None = None
-    """The number of threads with which torch computes. None means the number that the user has set."""
-
-    @property
-    def result(self) -> str:
-        """The path of the file for the result, which rank 0 writes."""
-        return os.path.join(self.folder, "result")
-
-    @property
-    def error_file(self) -> str:
-        return self.variables["TORCHELASTIC_ERROR_FILE"]
+RESULT = "result"
+"""The name of the file in which rank 0 writes the result as a pickle."""
 
 
-def run_rank(task: RankTask) -> None:
-    """Run the function of a task in this process, which `multiprocessing` has started."""
+def run_rank(folder: str, variables: Mapping[str, str], call: Any, num_threads: int | None) -> None:
+    """Run a function in this process, which `multiprocessing` has started.
+
+    Args:
+        folder: the private folder of the rank. It has the pipes for the rank's output, and gets the result.
+        variables: the environment variables of the rank.
+        call: the function with its arguments: a tuple, or a pickle if the rank was spawned.
+        num_threads: the number of threads with which torch computes. None means the number that the user has set.
+    """
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
     os.setsid()  # Ctrl-C reaches the launcher only, which then ends the ranks
-    end_with_parent(task.launcher_pid)
-    _use_pipes(task.folder)
+    end_with_parent(launcher.pid)
+    _use_pipes(folder)
     _reset_signals()
     gc.freeze()  # the objects of the parent belong to the parent
     # The launcher shows the exception. Hooks that are installed from here on still report it to the peers.
     sys.excepthook = lambda *_: None
-    environment.export(task.variables, replace=True)
-    if task.is_fork:
+    environment.export(variables, replace=True)
+    is_spawned = isinstance(call, bytes)
+    if not is_spawned:
         begin_in_fork()
-    if task.num_threads is not None:
-        torch.set_num_threads(task.num_threads)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
     code = 0
     try:
-        fn, args, kwargs = task.call if task.is_fork else pickle.loads(task.call)
+        fn, args, kwargs = pickle.loads(call) if is_spawned else call
         result = fn(*args, **kwargs)
-        if task.rank == 0:
-            _write(result, task.result)
+        if variables["RANK"] == "0":
+            _write(result, os.path.join(folder, RESULT))
     except BaseException as error:
         code = exit_code_of(error)
-        _report(error, task.error_file)
+        _report(error, variables["TORCHELASTIC_ERROR_FILE"])
     leave_at_end()
     if code:
         sys.exit(code)

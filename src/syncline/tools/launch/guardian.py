@@ -133,7 +133,7 @@ def main(folder: str) -> None:
                 del ended[session]
     now = time.monotonic()
     certain = {session for session, when in ended.items() if now - when < _SAME_END_SECONDS}
-    _kill({*running.values(), *certain}, set(ended), mark)
+    kill_sessions({*running.values(), *certain}, set(ended), mark)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -151,7 +151,7 @@ def _followed(sessions: Sequence[int]) -> dict[int, int]:
     return found
 
 
-def _kill(sessions: set[int], doubtful: set[int], mark: str) -> None:
+def kill_sessions(sessions: set[int], doubtful: set[int], mark: str) -> None:
     """Kill the processes of the ranks' sessions, again and again until none is left or a time limit is reached.
 
     Args:

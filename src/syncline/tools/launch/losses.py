@@ -1,32 +1,53 @@
-"""The ranks of this host that are lost in `sl.steps`, where others train on without them, and those that stay: their
-program has ended, but their process goes on to run."""
+"""The ranks of this host that are lost in `sl.steps`, where others train on without them.
+
+[Note: what launchers record]
+
+The launchers of a resilient job on several hosts share a store, which is in the launcher of the first host, and which
+the ranks use as well. Each launcher records there that it runs, and, in the end, that its ranks have ended. The
+launcher with the store waits for all others, because their ranks need the store; a launcher that shows no sign of life
+is not waited for. torch's own wait at this place lasts five minutes if a host was lost, and no longer than that if the
+ranks of another host still train.
+
+A launcher also records the end of each of its ranks that was lost. The ranks of other hosts cannot see it, and would
+wait for the rank as long as for a silent one.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 from subprocess import Popen
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from syncline import environment
 from syncline._torch import elastic
-from syncline.session.process import (
-    came_to_steps,
-    forget_program_end,
-    forget_rank,
-    has_program_ended,
-    is_in_steps,
-    name_in_steps,
-)
+from syncline._torch.process_groups import PrefixStore, TCPStore
+from syncline.errors import PeerLost
+from syncline.liveness.connection import StoreSilent, interruptibly
+from syncline.liveness.store import SignedStore
+from syncline.resilience.register import Line
+from syncline.resilience.watch import Pulse, Watch
+from syncline.session.listening import is_of_this_host
+from syncline.session.process import came_to_steps, forget_rank, is_in_steps, name_in_steps
+from syncline.session.stop_request import EXIT_STOPPED
 from syncline.tools.launch.failures import Failure
-from syncline.tools.launch.hosts import OtherHosts
 from syncline.tools.launch.output import say
 from syncline.tracebacks import forget_printed
+
+_SILENT_SECONDS = environment.patience(15.0)
+"""The time without a pulse after which a launcher is not waited for. Its ranks have given up by then."""
+
+_POLL_SECONDS = 0.05
+
+_CONNECT_TIMEOUT = timedelta(seconds=30)
+
+_RUNS, _ENDED = "its ranks run", "its ranks have ended"
+"""What a launcher records of itself."""
 
 
 class Losses:
@@ -54,20 +75,27 @@ class Losses:
                 for variables in ranks.envs.values():
                     variables[environment.JOINS] = "1"
 
-    def see(self, ranks: SubprocessContext, failed: set[int], *, may_restart: bool) -> bool:
-        """Find the ranks among the failed ones that were lost in `sl.steps`. Start them again if this is allowed.
+    def look(
+        self, ranks: SubprocessContext, codes: Mapping[int, int | None], *, may_restart: bool
+    ) -> set[int]:
+        """Find the ranks that were lost in `sl.steps`. Start them again if this is allowed.
+
+        Args:
+            ranks: the ranks of this host.
+            codes: the exit code of each rank that has ended, and None for the others.
+            may_restart: whether ranks may be started again.
 
         Returns:
-            Whether a rank was started again.
+            The ranks that were started again.
         """
-        is_any_restarted = False
-        paths = ranks.error_files
-        lost_now = {rank for rank in failed - self.ranks if is_in_steps(paths[rank]) or rank in self._joining}
-        if not failed <= self.ranks | lost_now:
-            return False  # another rank has failed, which ends the job
+        self._end_those_who_cannot_join(ranks)
+        processes, paths = processes_of(ranks), ranks.error_files
+        failed = {rank for rank, code in codes.items() if code not in (None, 0, EXIT_STOPPED)}
+        lost_now, restarted = failed - self.ranks, set[int]()
+        if not all(is_in_steps(paths[rank]) or rank in self._joining for rank in lost_now):
+            return restarted  # another rank has failed, which ends the job
         for rank in sorted(lost_now):
-            path = paths[rank]
-            lost = processes_of(ranks)[rank]
+            path, lost = paths[rank], processes[rank]
             if is_in_steps(path) and self._other_hosts is not None:
                 self._other_hosts.record_lost(name_in_steps(path))
             is_restarted = may_restart and self._num_restarts > 0 and self._others_train(ranks)
@@ -84,34 +112,35 @@ class Losses:
             forget_rank(path)
             forget_printed(path)
             elastic.start_again(ranks, rank, {environment.JOINS: "1"})
-            is_any_restarted = True
-        return is_any_restarted
+            restarted.add(rank)
+        return restarted
 
-    def end_those_who_cannot_join(self, ranks: SubprocessContext) -> None:
+    def _end_those_who_cannot_join(self, ranks: SubprocessContext) -> None:
         """End the ranks that have not come to `sl.steps` before the others have ended."""
-        processes = processes_of(ranks)
-        waiting = [rank for rank in self._joining if not came_to_steps(ranks.error_files[rank])]
-        if not waiting or any(
-            process.poll() is None for rank, process in enumerate(processes) if rank not in waiting
-        ):
+        waiting = {rank for rank in self._joining if not came_to_steps(ranks.error_files[rank])}
+        if not waiting:
             return
-        if not self.other_hosts_run():
+        processes = processes_of(ranks)
+        others = (process for rank, process in enumerate(processes) if rank not in waiting)
+        if not any(process.poll() is None for process in others) and not self._other_hosts_run():
             for rank in waiting:
                 processes[rank].send_signal(signal.SIGKILL)
 
-    def other_hosts_run(self) -> bool:
+    def _other_hosts_run(self) -> bool:
         """Return whether there are ranks on other hosts."""
         return self._other_hosts is not None and self._other_hosts.are_running()
 
     def must_stay(self) -> bool:
         """Return whether this launcher must not end, although its ranks have, because others need its store."""
-        return self._other_hosts is not None and self._other_hosts.has_store and self.other_hosts_run()
+        return (
+            self._other_hosts is not None and self._other_hosts.has_store and self._other_hosts.are_running()
+        )
 
     def wait_for_other_hosts(self) -> bool:
         """Wait for other launchers, after the ranks of this host have ended. Return False if there is no other host."""
         self.end()
-        if self._other_hosts is not None:
-            self._other_hosts.wait()
+        while self.must_stay():
+            time.sleep(_POLL_SECONDS)
         return self._other_hosts is not None
 
     def end(self) -> None:
@@ -120,7 +149,7 @@ class Losses:
             self._other_hosts.withdraw()
 
     def _others_train(self, ranks: SubprocessContext) -> bool:
-        return self.other_hosts_run() or any(
+        return self._other_hosts_run() or any(
             process.poll() is None and is_in_steps(ranks.error_files[rank])
             for rank, process in enumerate(processes_of(ranks))
         )
@@ -131,47 +160,61 @@ def processes_of(ranks: SubprocessContext) -> list[Popen[bytes]]:
     return [handler.proc for _, handler in sorted(ranks.subprocess_handlers.items())]
 
 
-_LINGERING_SECONDS = 30.0
+class OtherHosts:
+    """The other launchers of the job.
 
-_LOOK_SECONDS = 1.0
-
-
-@contextlib.contextmanager
-def lingering_ranks_named() -> Iterator[None]:
-    """In a context in which torch's launcher runs, say once of each rank that it lingers, and how to see why.
-
-    It is not ended: it may wait for a thread, or write a file in a handler of `atexit`, as the user wants it.
+    Args:
+        variables: the environment variables of a rank of this host, which name the store.
     """
-    paths: set[str] = set()
-    since: dict[int, float] = {}  # by process number; infinity once it has been named
-    looked_at = -math.inf
 
-    def look(ranks: SubprocessContext, now: float) -> None:
-        nonlocal looked_at
-        looked_at = now
-        paths.update(ranks.error_files.values())
-        for local_rank, process in enumerate(processes_of(ranks)):
-            if process.poll() is not None or not has_program_ended(ranks.error_files[local_rank]):
-                continue
-            if now - since.setdefault(process.pid, now) >= _LINGERING_SECONDS:
-                since[process.pid] = math.inf
-                say(
-                    f"rank {ranks.envs[local_rank]['RANK']} (pid {process.pid}) ended its program "
-                    f"{_LINGERING_SECONDS:g} s ago, but its process still runs: a thread, an exit handler or a "
-                    f"destructor has not ended. To see where: py-spy dump --pid {process.pid}"
-                )
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._own = int(variables["GROUP_RANK"])
+        self._others = [n for n in range(int(variables["GROUP_WORLD_SIZE"])) if n != self._own]
+        address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+        self.has_store = is_of_this_host(address)
+        """Whether the store of the job is in the launcher of this host."""
+        store = interruptibly(
+            lambda: TCPStore(address, port, is_master=False, timeout=_CONNECT_TIMEOUT, wait_for_workers=False)
+        )
+        launchers = PrefixStore(f"syncline launchers {variables['TORCHELASTIC_RESTART_COUNT']}", store)
+        self._line = Line(launchers, _SILENT_SECONDS)
+        self._seen: dict[int, tuple[list[str | None], float]] = {}
+        """What each other launcher has recorded last, and the time when it was first seen."""
+        self.are_training_without_this_host = bool(self._read([f"pulse {self._own}"])) and self.are_running()
+        """Whether this launcher takes the place of one that was lost."""
+        self._record(_RUNS)
+        self._pulse = Pulse(Line(launchers, _SILENT_SECONDS), str(self._own), Watch())
 
-    def watched(poll: Callable[[SubprocessContext], Any]) -> Callable[[SubprocessContext], Any]:
-        def look_and_poll(ranks: SubprocessContext) -> Any:
-            if (now := time.monotonic()) >= looked_at + _LOOK_SECONDS:
-                look(ranks, now)
-            return poll(ranks)
+    def record_lost(self, name: str) -> None:
+        """Record in the store that a rank of this host has ended. `name` is its name in `sl.steps`."""
+        with contextlib.suppress(PeerLost):
+            self._line.record_lost(name)
 
-        return look_and_poll
+    def are_running(self) -> bool:
+        """Return whether another launcher still has ranks."""
+        try:
+            found = self._read([f"{kind} {n}" for n in self._others for kind in ("pulse", "state")])
+        except StoreSilent:
+            return True  # nothing shows that they have ended
+        except PeerLost:
+            return False
+        now = time.monotonic()
+        is_any_running = False
+        for n in self._others:
+            shown = [found.get(f"pulse {n}"), found.get(f"state {n}")]
+            if n not in self._seen or self._seen[n][0] != shown:
+                self._seen[n] = shown, now
+            is_any_running |= shown[1] != _ENDED and now - self._seen[n][1] < _SILENT_SECONDS
+        return is_any_running
 
-    try:
-        with elastic.POLL.replaced(watched):
-            yield
-    finally:
-        for path in paths:  # perhaps among the logs that the user keeps
-            forget_program_end(path)
+    def withdraw(self) -> None:
+        """Record that the ranks of this host have ended."""
+        self._pulse.close()
+        with contextlib.suppress(PeerLost):
+            self._record(_ENDED)
+
+    def _record(self, state: str) -> None:
+        self._line.ask(partial(SignedStore.set, key=f"state {self._own}", text=state))
+
+    def _read(self, keys: Sequence[str]) -> Mapping[str, str]:
+        return self._line.ask(partial(SignedStore.readable, keys=keys))

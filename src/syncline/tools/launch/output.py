@@ -16,14 +16,13 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from syncline.tools.launch.display import Display, Writer
+from syncline.tools.launch.display import Display
 from syncline.tools.launch.failures import Failure, first_failure, is_in, read_error_file
 
 Ended = dict[int, tuple[int, int]]
@@ -114,16 +113,12 @@ class Forwarder:
     """A thread that copies the contents of the ranks' pipes to the stdout and stderr of this process.
 
     Args:
-        show: a function that prints complete lines, which is called with the file descriptor (1 or 2) and the bytes.
-            None means to write to the file descriptor.
-        writer: the writer of file descriptors and copies. None means a new one.
+        display: where the lines appear.
     """
 
-    def __init__(
-        self, show: Callable[[int, bytes], None] | None = None, writer: Writer | None = None
-    ) -> None:
-        self._writer = writer or Writer()
-        self._print = show or self._writer.write
+    def __init__(self, display: Display) -> None:
+        self._writer = display.writer
+        self._print = display.show
         self._streams: list[_Stream] = []
         self._selector = selectors.DefaultSelector()
         self._stop_read_fd, self._stop_write_fd = os.pipe()
@@ -219,20 +214,17 @@ class RankLogs(LogsSpecs):
         scratch: a private folder for pipes and error files. The caller removes it.
         keep_in: a folder in which to keep log files of the output. None means that no logs are kept.
         prefix: the template of the text before each line, with torch's macros (rank, local_rank, role_name, hostname).
-        display: where the lines appear. None means on stdout and stderr.
+        display: where the lines appear.
     """
 
-    def __init__(
-        self, *, scratch: Path, keep_in: Path | None, prefix: str, display: Display | None = None
-    ) -> None:
+    def __init__(self, *, scratch: Path, keep_in: Path | None, prefix: str, display: Display) -> None:
         super().__init__(log_dir=str(keep_in or scratch))
         self.kept: Path | None = None
         """The folder with the logs of this job. It is None if no logs are kept or no rank was started."""
         self._scratch = scratch
         self._keep_in = keep_in
         self._prefix = Template(prefix)
-        self._display = display or Display()
-        self._writer = Writer()
+        self._display = display
         self._forwarder: Forwarder | None = None
         self._num_attempts = 0
         self._stderr_tails: dict[int, deque[bytes]] = {}
@@ -243,11 +235,6 @@ class RankLogs(LogsSpecs):
     @property
     def root_log_dir(self) -> str:
         return str(self._keep_in or self._scratch)
-
-    @property
-    def output_failure(self) -> OSError | None:
-        """Why lines or log files of the ranks could not be written; None if all were."""
-        return self._writer.failure or self._display.output_failure
 
     def stderr_tail(self, local_rank: int) -> list[str]:
         """Return the last lines that a rank of the latest attempt wrote to stderr.
@@ -288,8 +275,7 @@ class RankLogs(LogsSpecs):
         self._ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         self._stderr_tails = {}
         self._display.start_ranks([*self._ranks.values()])
-        show = self._display.show
-        forwarder = Forwarder(show, self._writer)
+        forwarder = Forwarder(self._display)
         dest = LogsDest()
         kept = self._folder_to_keep(envs)
         folder = self._scratch / f"attempt_{self._num_attempts}"
@@ -308,9 +294,7 @@ class RankLogs(LogsSpecs):
                 role_name=env.get("ROLE_NAME", ""),
                 hostname=socket.gethostname(),
             )
-            to_terminal = (
-                env["RANK"] == "0" and not rank_kept and show is None and not self._display.only_rank_0
-            )
+            to_terminal = env["RANK"] == "0" and not rank_kept and not self._display.owns_terminal
             for name, fd, places in (("stdout", 1, dest.stdouts), ("stderr", 2, dest.stderrs)):
                 if to_terminal and os.isatty(fd):
                     places[local_rank] = ""  # for torch, "" means inherit
@@ -394,10 +378,6 @@ class TorchLogs(LogsSpecs):
     @property
     def root_log_dir(self) -> str:
         return self._inner.root_log_dir
-
-    @property
-    def output_failure(self) -> None:
-        """Torch's launcher does not say whether its log files could be written."""
 
     def stderr_tail(self, local_rank: int) -> list[str]:
         path = self._stderrs.get(local_rank)

@@ -32,10 +32,11 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from subprocess import Popen
 from types import FrameType
 from typing import Any
@@ -45,8 +46,9 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult, Subpro
 
 from syncline._torch import elastic
 from syncline.environment import patience
+from syncline.session.process import forget_program_end, has_program_ended
 from syncline.session.stop_request import EXIT_STOPPED, SAME_REQUEST_SECONDS
-from syncline.tools.launch.guardian import Guardian, RunningProcess, is_marked, running_processes
+from syncline.tools.launch.guardian import Guardian, is_marked, kill_sessions, running_processes
 from syncline.tools.launch.losses import Losses, processes_of
 from syncline.tools.launch.output import Ended, say
 
@@ -65,6 +67,8 @@ GRACE_SECONDS = 5.0
 """The time that ranks have to end after a signal, until they are killed."""
 
 _SAVING_SECONDS = 30.0
+
+_LINGERING_SECONDS = 30.0
 
 _ORDERLY = (-signal.SIGINT, -signal.SIGTERM)
 """The exit codes of ranks that were ended by a request. Their peers need no time to report such an end."""
@@ -104,52 +108,51 @@ class Workers:
         self._losses = losses
         self._first_pids: dict[int, int] = {}
         """The process numbers that torch's agent knows, by local rank."""
+        self._error_files: set[str] = set()
+        """The error files of all ranks that were started."""
+        self._lingering_since: dict[int, float] = {}
+        """Since when the program of a process is known to have ended; infinity once the process has been named."""
         self._ranks: list[Popen[bytes]] = []
-        self._groups: set[int] = set()  # each rank leads a session and a process group
+        self._sessions: set[int] = set()  # each rank leads a session and a process group
         self._requested: signal.Signals | None = None
         self._stopped_at: float | None = None
         self._report_until: float | None = None
         self._replaced = contextlib.ExitStack()
 
     def __enter__(self) -> Workers:
-        def replace(method: elastic.Method, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-            self._replaced.enter_context(method.replaced(make))
-
-        replace(elastic.START, lambda start: lambda ranks: self._start(start, ranks))
-        replace(elastic.POLL, lambda poll: lambda ranks: self._poll(poll, ranks))
-        replace(elastic.PIDS, lambda pids: lambda ranks: self._first_pids or pids(ranks))
-        if (losses := self._losses) is not None:
-            replace(
-                elastic.EXIT_BARRIER,
-                lambda barrier: lambda agent: None if losses.wait_for_other_hosts() else barrier(agent),
-            )
+        replacements: dict[elastic.Method, Callable[..., Any]] = {
+            elastic.START: self._start,
+            elastic.POLL: self._poll,
+            elastic.PIDS: lambda *_: self._first_pids,
+        }
+        if self._losses is not None:
+            replacements[elastic.EXIT_BARRIER] = self._wait_for_other_hosts
         if elastic.CLOSE.is_there:
-            replace(elastic.CLOSE, lambda close: lambda *args, **how: self._close(close, *args, **how))
+            replacements[elastic.CLOSE] = self._close
+        for method, replacement in replacements.items():
+            self._replaced.enter_context(method.replaced(replacement))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._replaced.close()
-        self._ranks = []
         if self._losses is not None:
             self._losses.end()
+        for path in self._error_files:  # perhaps among the logs that the user keeps
+            forget_program_end(path)
 
     @property
     def are_running(self) -> bool:
         """Whether at least one rank is running."""
         return any(rank.poll() is None for rank in self._ranks)
 
-    def pass_on(self, number: signal.Signals, *, ends: bool) -> bool:
-        """Send a signal to all ranks that are running.
-
-        Args:
-            number: the signal.
-            ends: whether the signal asks the ranks to end. If so, the launcher does not restart them.
+    def pass_on(self, number: signal.Signals) -> bool:
+        """Send a signal to all ranks that are running. After SIGTERM, the launcher does not restart them.
 
         Returns:
             True if at least one rank was running.
         """
         running = [rank for rank in self._ranks if rank.poll() is None]
-        if running and ends:
+        if running and number == signal.SIGTERM:
             self._requested = number
         for rank in running:
             with contextlib.suppress(ProcessLookupError):
@@ -161,25 +164,19 @@ class Workers:
 
     def kill(self) -> None:
         """Kill the process groups of all ranks, including ranks that are still being started."""
-        for pid, parent, group, _ in self._marked():
-            if parent == os.getpid() and group == pid:
+        for pid, parent, group, _ in running_processes():
+            if parent == os.getpid() and group == pid and is_marked(pid, self._mark):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(group, signal.SIGKILL)
 
     def kill_left_behind(self) -> None:
-        """Kill the processes that are still running in the process groups of ranks."""
-        for process in self._marked():
-            if process.group in self._groups:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-
-    def _marked(self) -> Iterator[RunningProcess]:
-        return (process for process in running_processes() if is_marked(process.pid, self._mark))
+        """Kill the processes that are still running in the sessions of ranks."""
+        kill_sessions(set(), self._sessions, self._mark)
 
     def _start(self, start: Callable[..., None], ranks: SubprocessContext) -> None:
-        self._first_pids = {}
         if self._losses is not None:
             self._losses.begin(ranks)
+        self._error_files.update(ranks.error_files.values())
         start(ranks)
         self._stopped_at = self._report_until = None
         self._see_started(ranks)
@@ -188,38 +185,55 @@ class Workers:
     def _see_started(self, ranks: SubprocessContext) -> None:
         self._ranks = processes_of(ranks)
         pids = [rank.pid for rank in self._ranks]
-        self._groups.update(pids)
+        self._sessions.update(pids)
         self._guardian.watch(self._mark, pids)
 
     def _poll(
         self, poll: Callable[..., RunProcsResult | None], ranks: SubprocessContext
     ) -> RunProcsResult | None:
-        codes, failed = _codes_and_failed(ranks)
-        if (losses := self._losses) is not None:
-            losses.end_those_who_cannot_join(ranks)
-            if failed:
-                if losses.see(ranks, failed, may_restart=self._requested is None):
-                    self._see_started(ranks)
-                codes, failed = _codes_and_failed(ranks)
-                others = [code for rank, code in enumerate(codes) if rank not in losses.ranks]
-                if failed == losses.ranks and not others and losses.must_stay():
-                    return None
-                if failed == losses.ranks and any(code in (None, 0, EXIT_STOPPED) for code in others):
-                    if None in others:
-                        return None  # the others train on
-                    return self._succeeded(poll(ranks), ranks, has_stopped=EXIT_STOPPED in others)
-        all_ended = None not in codes
-        if not failed and EXIT_STOPPED in codes:
-            if all_ended:
-                return self._succeeded(poll(ranks), ranks, has_stopped=True)
+        self._name_lingering(ranks)
+        # They are read once: a rank that is lost from here on is seen the next time.
+        codes = {rank: process.poll() for rank, process in enumerate(processes_of(ranks))}
+        losses, lost = self._losses, set[int]()
+        if losses:
+            restarted, lost = losses.look(ranks, codes, may_restart=self._requested is None), losses.ranks
+            codes = {rank: codes[rank] for rank in codes.keys() - lost} | dict.fromkeys(restarted)
+            if restarted:
+                self._see_started(ranks)
+        are_running, is_any_stopped = None in codes.values(), EXIT_STOPPED in codes.values()
+        has_failed = any(code not in (None, 0, EXIT_STOPPED) for code in codes.values())
+        if not has_failed and codes and (lost or is_any_stopped):
+            if not are_running:
+                return self._succeeded(poll(ranks), ranks, has_stopped=is_any_stopped)
+            if lost:
+                return None  # the others train on
             self._stopped_at = self._stopped_at or time.monotonic()
             if time.monotonic() - self._stopped_at < _STOPPING_SECONDS:
                 return None
-        if self._requested is not None and (failed or all_ended):
+        if losses and not codes and losses.must_stay():
+            return None
+        if self._requested is not None and (has_failed or not are_running):
             raise SignalException(f"process {os.getpid()} got {self._requested.name}", self._requested)
-        if losses is not None and not failed and not all_ended and EXIT_STOPPED not in codes:
+        if losses and not has_failed and are_running and not is_any_stopped:
             return None  # torch's `poll` would look again, and end all ranks if one has been lost just now
         return poll(ranks)
+
+    def _name_lingering(self, ranks: SubprocessContext) -> None:
+        """Say once of each rank whose program has ended that its process goes on to run, and how to see why.
+
+        It is not ended: it may wait for a thread, or write a file in a handler of `atexit`, as the user wants it.
+        """
+        now = time.monotonic()
+        for local_rank, process in enumerate(processes_of(ranks)):
+            if process.poll() is not None or not has_program_ended(ranks.error_files[local_rank]):
+                continue
+            if now - self._lingering_since.setdefault(process.pid, now) >= _LINGERING_SECONDS:
+                self._lingering_since[process.pid] = math.inf
+                say(
+                    f"rank {ranks.envs[local_rank]['RANK']} (pid {process.pid}) ended its program "
+                    f"{_LINGERING_SECONDS:g} s ago, but its process still runs: a thread, an exit handler or a "
+                    f"destructor has not ended. To see where: py-spy dump --pid {process.pid}"
+                )
 
     def _succeeded(
         self, result: RunProcsResult | None, ranks: SubprocessContext, *, has_stopped: bool
@@ -230,6 +244,10 @@ class Workers:
             result.return_values = dict.fromkeys(range(ranks.nprocs))
             self.have_stopped = has_stopped
         return result
+
+    def _wait_for_other_hosts(self, barrier: Callable[..., None], agent: object) -> None:
+        if not (self._losses and self._losses.wait_for_other_hosts()):
+            barrier(agent)
 
     def _close(self, close: Callable[..., None], ranks: SubprocessContext, *args: Any, **kwargs: Any) -> None:
         """End the ranks.
@@ -252,12 +270,6 @@ class Workers:
             time.sleep(_POLL_SECONDS)
         self._note_ended(ended)
         close(ranks, *args, **kwargs)
-
-
-def _codes_and_failed(ranks: SubprocessContext) -> tuple[list[int | None], set[int]]:
-    """Return the exit code of each rank of this host, and the local ranks that have failed."""
-    codes = [rank.poll() for rank in processes_of(ranks)]
-    return codes, {rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)}
 
 
 class Interruption:
@@ -290,13 +302,16 @@ class Interruption:
         """The first signal, except SIGUSR1, that this handler has received. It is None if there was no signal yet."""
 
     def __enter__(self) -> Interruption:
-        handlers = dict.fromkeys(self._signals, self._handle) | {signal.SIGUSR1: self._pass_on}
+        handlers: dict[signal.Signals, Callable[[int, FrameType | None], object]] = dict.fromkeys(
+            self._signals, self._handle
+        )
+        handlers[signal.SIGUSR1] = lambda *_: self._workers.pass_on(signal.SIGUSR1)
+        handlers[signal.SIGALRM] = lambda *_: self._workers.kill()
         for number, handler in handlers.items():
             # Who uses nohup wants SIGHUP to be ignored. SIGINT is also ignored in what a script starts with `&`, and
             # there `kill -INT` must still end the job.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._replaced[number] = signal.signal(number, handler)
-        self._replaced[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda *_: self._workers.kill())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -310,9 +325,6 @@ class Interruption:
         The third signal inside the context still ends this process. Earlier signals count, too.
         """
         self._is_over = True
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._workers.pass_on(signal.Signals(number), ends=False)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -340,7 +352,7 @@ class Interruption:
             # In a thread, because the main thread may just be printing, or nobody may read the output. A `Thread` takes
             # locks when it starts, which the main thread may hold.
             _thread.start_new_thread(say, (_about(self.received, seconds),))
-        if is_stop and self._workers.pass_on(self.received, ends=True):
+        if is_stop and self._workers.pass_on(self.received):
             return
         raise SignalException(f"process {os.getpid()} got {self.received.name}", self.received)
 

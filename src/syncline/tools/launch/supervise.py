@@ -19,7 +19,7 @@ import secrets
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from syncline.session.stop_request import EXIT_STOPPED
 from syncline.tools.launch.display import EXIT_OUTPUT_LOST, Display
 from syncline.tools.launch.failures import Failure, describe, first_failure, read_error_file
 from syncline.tools.launch.guardian import Guardian
-from syncline.tools.launch.losses import Losses, lingering_ranks_named
+from syncline.tools.launch.losses import Losses
 from syncline.tools.launch.output import DEFAULT_PREFIX, RankLogs, TorchLogs, say
 from syncline.tools.launch.stopping import Interruption, Workers
 
@@ -252,10 +252,13 @@ def supervise(job: Job) -> int:
         losses=Losses(config.max_restarts) if job.is_resilient else None,
     )
     interruption = Interruption(workers, names, job.shutdown_seconds)
-    before = environment.export({environment.RUN_MARK: mark, **_store_folder(job)}, replace=True)
+    own = {environment.RUN_MARK: mark, environment.STORE_FOLDER: _store_folder(job)}
+    before = environment.export(own, replace=True)
     before |= environment.export(_variables(job))
     try:
-        with workers, lingering_ranks_named(), interruption, _without_torch_logs(job.verbose):
+        if not job.verbose:
+            _hide_torch_logs()
+        with workers, interruption:
             failure: Exception | None = None
             try:
                 elastic_launch(config, job.command)(*job.arguments)
@@ -268,10 +271,8 @@ def supervise(job: Job) -> int:
             logs.stop()
             job.display.end()
             code = _report(job, logs, failure, workers, interruption)
-            if logs.output_failure is not None:
-                say(
-                    f"some output of the ranks is lost: it could not be written: {logs.output_failure.strerror}"
-                )
+            if (lost := job.display.writer.failure) is not None:
+                say(f"some output of the ranks is lost: it could not be written: {lost.strerror}")
                 code = code or EXIT_OUTPUT_LOST
             return code
     finally:
@@ -291,16 +292,14 @@ def _variables(job: Job) -> dict[str, str]:
     return found
 
 
-def _store_folder(job: Job) -> dict[str, str]:
-    """Return the variable with the folder by which ranks of this host agree without this launcher, if they can."""
-    if not job.is_resilient or job.config.max_nodes > 1:
-        return {environment.STORE_FOLDER: ""}
-    folder = job.guardian.folder / "store"
-    try:
-        FolderStore(folder)
-    except OSError:  # this file system has no links: they use the store of this launcher
-        return {environment.STORE_FOLDER: ""}
-    return {environment.STORE_FOLDER: f"{job.config.run_id} {folder}"}
+def _store_folder(job: Job) -> str:
+    """Return the run id and the folder by which ranks of this host agree without this launcher; "" if they cannot."""
+    if job.is_resilient and job.config.max_nodes == 1:
+        folder = job.guardian.folder / "store"
+        with contextlib.suppress(OSError):  # a file system without links: they use the store of this launcher
+            FolderStore(folder)
+            return f"{job.config.run_id} {folder}"
+    return ""
 
 
 def _report(
@@ -347,20 +346,10 @@ def _report(
     return 1
 
 
-@contextlib.contextmanager
-def _without_torch_logs(verbose: bool) -> Iterator[None]:
-    """Hide the log lines of torch's elastic launcher in a context, unless `verbose`. `say` reports the same events."""
+def _hide_torch_logs() -> None:
+    """Hide the log lines of torch's elastic launcher in this process. `say` reports the same events."""
     # Not their common parent "torch.distributed", to which torch adds a handler of its own.
-    names = () if verbose else ("elastic", "launcher", "run")
-    loggers = [logging.getLogger(f"torch.distributed.{name}") for name in names]
-    before = [logger.propagate for logger in loggers]
-    nowhere = logging.NullHandler()
-    for logger in loggers:
+    for name in ("elastic", "launcher", "run"):
+        logger = logging.getLogger(f"torch.distributed.{name}")
         logger.propagate = False
-        logger.addHandler(nowhere)
-    try:
-        yield
-    finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.propagate = propagate
-            logger.removeHandler(nowhere)
+        logger.addHandler(logging.NullHandler())

@@ -1,14 +1,17 @@
-"""Which option to choose, why, and from when the others pay (pure functions)."""
+"""Which option to choose, why, and from when the others pay; the plan as text (pure functions)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from textwrap import indent
+from typing import Any
 
+from syncline.contract import table
 from syncline.tools.plan.cluster import rate_text
-from syncline.tools.plan.options import Option, kinds_of_options, with_caps
+from syncline.tools.plan.options import KINDS, Option, with_caps
 from syncline.tools.plan.predict import Planner, Prediction
-from syncline.words import format_bytes, format_time
+from syncline.words import MAX_COLUMNS, format_bytes, format_count, format_time, wrapped
 
 _NEARLY = 1.02
 """A difference of 2 % is no reason to set an argument."""
@@ -20,6 +23,9 @@ _MOST_OF = 0.8
 """An option that changes the training less is recommended if it saves this part of what the fastest option saves."""
 
 _LEAST_SPEEDUP = 1.2
+
+USUAL_ERROR = 0.15
+"""How far measured steps are from predicted ones at most, in `benchmarks/plan_audit.py` on a measured machine."""
 
 _RANGE = (1e3, 1e13)
 """The bandwidths between which a crossing is looked for, in bytes a second."""
@@ -53,7 +59,7 @@ class Advice:
 
 def advice_on(planner: Planner) -> Advice:
     """Return what to choose for a job on a cluster."""
-    best = [best_of(planner, kind) for kind in kinds_of_options()]
+    best = [best_of(planner, kind) for kind in KINDS]
     fitting = [one for one in best if _fits(planner, one)] or best
     exact_ones = [one for one in best if one.option.is_exact]
     exact = min([one for one in exact_ones if one in fitting] or exact_ones, key=lambda one: one.step)
@@ -171,3 +177,165 @@ def _warnings(planner: Planner, best: Sequence[Prediction], speedup: float) -> l
 
 def _memory(num_bytes: float) -> str:
     return format_bytes(round(num_bytes))
+
+
+# ---------------------------------------------------------------------- the plan as text
+
+
+def plan_text(planner: Planner, advice: Advice) -> str:
+    """Return the plan as `syncline plan` prints it."""
+    parts = [
+        _head(planner),
+        *advice.warnings,
+        _choice(planner, advice),
+        _reasons(planner, advice),
+        _table(planner, advice),
+    ]
+    return "\n\n".join(
+        "\n".join(short for line in part.splitlines() for short in wrapped(line)) for part in parts
+    )
+
+
+def _head(planner: Planner) -> str:
+    job, cluster, machine = planner.job, planner.cluster, planner.machine
+    many = f"{format_count(cluster.num_ranks, 'rank')} on {format_count(cluster.hosts, 'host')}"
+    cores = "" if cluster.engine == "nccl" else f" of {format_count(cluster.cores_per_host, 'core')}"
+    link = ""
+    if cluster.link_bytes_per_second is not None and cluster.hosts > 1:
+        link = f", {rate_text(cluster.link_bytes_per_second)} between hosts"
+    lines = [
+        f"{job.name}: {_count(job.numel)} parameters, {format_bytes(job.num_bytes)} of gradients",
+        f"{many}{cores}{link}",
+        f"costs: {machine.name}",
+    ]
+    if not machine.is_measured:
+        lines.append("  this machine was not measured: run `syncline bench --calibrate` once (a minute)")
+    return "\n".join(lines)
+
+
+def _choice(planner: Planner, advice: Advice) -> str:
+    one = advice.recommended
+    if planner.cluster.num_ranks == 1:
+        return f"One rank has nothing to synchronize: a step takes {format_time(one.step)}."
+    code = f"sl.DistributedDataParallel(model{', ' if one.option.code else ''}{one.option.code})"
+    lines = [f"Use {code}", f"  {_sentence(planner, one)}", f"  {_speedup_in_words(planner, advice)}"]
+    if not one.option.is_exact:
+        exact = advice.exact
+        lines += [
+            "  It changes the training: compare the loss with a run that averages every gradient exactly.",
+            f"  The fastest exact way takes {format_time(exact.step)}: {exact.option.words}",
+        ]
+    return "\n".join(lines)
+
+
+def _sentence(planner: Planner, one: Prediction) -> str:
+    if one.exposed >= 0:
+        part = f"of which {format_time(one.exposed)} ({one.exposed / one.step:.0%}) is synchronization"
+    else:
+        part = f"less than the computation of one process, {format_time(one.compute)}"
+    spread = "How wrong this can be is not known: the costs are those of another machine."
+    if planner.machine.is_measured:
+        least, most = ((1 + error) * one.step for error in (-USUAL_ERROR, USUAL_ERROR))
+        spread = f"Expect {format_time(least)} to {format_time(most)}."
+    return f"A step takes about {format_time(one.step)}, {part}. {spread}"
+
+
+def _speedup_in_words(planner: Planner, advice: Advice) -> str:
+    """Return how much faster the ranks train than one process, and why that may be more than their number."""
+    num_ranks, one = planner.cluster.num_ranks, advice.recommended
+    text = (
+        f"In a second, {num_ranks:,} ranks train on {_times(advice.speedup)} times as many samples as one process "
+        "(each with the batch and the cores of one rank)"
+    )
+    if advice.speedup > num_ranks and one.exposed < 0:
+        text += (
+            f". This is more than {num_ranks:,} times, because a rank steps only its part of the parameters: the "
+            f"optimizer's step, which takes one process {format_time(planner.job.update)}, becomes shorter"
+        )
+    return f"{text}."
+
+
+def _reasons(planner: Planner, advice: Advice) -> str:
+    """Return the three numbers that have decided."""
+    job, exact = planner.job, advice.exact
+    has_link = planner.cluster.hosts > 1
+    can_hide = has_link or planner.cluster.has_idle_cores
+    rows = [
+        [f"a step's computation on each rank ({job.times})", format_time(job.compute)],
+        [
+            f"all gradients {'on the link' if has_link else 'in the transport'}, uncompressed",
+            format_time(exact.on_link),
+        ],
+        ["the backward, which can hide them", format_time(job.backward)]
+        if can_hide
+        else ["idle cores, which could hide them", "none"],
+    ]
+    return "The numbers that decided\n" + indent(table(rows), "  ")
+
+
+def _table(planner: Planner, advice: Advice) -> str:
+    step = f"step \u00b1 {USUAL_ERROR:.0%}".replace("%", " %") if planner.machine.is_measured else "step"
+    rows = [["", step, "sync", "sent a step", "memory", ""]]
+    for other in advice.alternatives:
+        one = other.prediction
+        rows.append(
+            [
+                one.option.words,
+                format_time(one.step),
+                f"{max(0.0, one.exposed) / one.step:.0%}",
+                format_bytes(round(one.sent_bytes)),
+                format_bytes(round(one.memory_bytes)),
+                other.pays,
+            ]
+        )
+    title = "All ways, from the one that changes a training least (memory: of a rank, "
+    title += "with its batch)" if planner.job.activation_bytes else "without its batch)"
+    body = indent(table(rows, MAX_COLUMNS - 2), "  ")
+    return f"{title}\n{body}\n  sharded=True cannot be combined with a compression yet, so no way has both."
+
+
+def plan_json(planner: Planner, advice: Advice) -> dict[str, Any]:
+    """Return the plan as a dict for JSON. Times are in seconds."""
+    return {
+        "job": planner.job.name,
+        "num_parameters": planner.job.numel,
+        "num_ranks": planner.cluster.num_ranks,
+        "hosts": planner.cluster.hosts,
+        "machine": planner.machine.name,
+        "machine_is_measured": planner.machine.is_measured,
+        "compute": planner.job.compute,
+        "recommended": _row(advice.recommended),
+        "exact": _row(advice.exact),
+        "speedup": advice.speedup,
+        "warnings": list(advice.warnings),
+        "options": [{**_row(one.prediction), "pays": one.pays} for one in advice.alternatives],
+    }
+
+
+def _row(one: Prediction) -> dict[str, Any]:
+    return {
+        "arguments": one.option.code,
+        "step": one.step,
+        "exposed": one.exposed,
+        "sent_bytes": one.sent_bytes,
+        "wire_bytes": one.wire_bytes,
+        "memory_bytes": one.memory_bytes,
+        "num_buckets": one.num_buckets,
+    }
+
+
+def _count(number: int) -> str:
+    """Return a large number with a unit.
+
+    Examples:
+        >>> _count(1_312_000_000), _count(4_800_000), _count(990)
+        ('1.31 billion', '4.8 million', '990')
+    """
+    for word, factor in (("billion", 1e9), ("million", 1e6)):
+        if number >= factor:
+            return f"{number / factor:.3g} {word}"
+    return f"{number:,}"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"

@@ -111,9 +111,7 @@ class Costs:
 
     def coding(self, codec: Codec | None) -> Coding:
         """Return what a compression costs for each value on this machine."""
-        if codec is None:
-            return Coding(0.0, 0.0)
-        return self.machine.coding(codec.code)
+        return Coding(0.0, 0.0) if codec is None else self.machine.coding(codec.code)
 
     # ------------------------------------------------------------------ parts
 

@@ -77,24 +77,23 @@ class Job:
         return replace(self, **{name: getattr(self, name) * factor for name in phases})
 
 
-def job_of_size(numel: int, *, compute: float, num_tensors: int = 0) -> Job:
+def job_of_size(numel: int, *, compute: float) -> Job:
     """Return a job of which only the number of parameters and the length of a step are known.
 
-    The parameters are taken to be square matrices of one size, whose gradients become ready evenly; so their number is
-    only nearly the given one. Of a step, 30 % are taken to be the forward, 60 % the backward, and 10 % the optimizer's
-    step.
+    The parameters are taken to be square matrices of one size, as many as is usual for models of this size, whose
+    gradients become ready evenly; so the number of parameters is only nearly the given one. Of a step, 30 % are taken
+    to be the forward, 60 % the backward, and 10 % the optimizer's step.
 
     Args:
         numel: the number of parameters.
         compute: how long a step takes without synchronization, in seconds.
-        num_tensors: the number of tensors; 0 for a number that is usual for models of this size.
 
     Examples:
-        >>> job = job_of_size(1_000_000, compute=0.1, num_tensors=4)
-        >>> job.numel, job.backward, [one.ready for one in job.gradients]
-        (1000000, 0.06, [0.25, 0.5, 0.75, 1.0])
+        >>> job = job_of_size(1_000_000, compute=0.1)
+        >>> job.numel, job.backward, [one.ready for one in job.gradients[:3]]
+        (1002528, 0.06, [0.125, 0.25, 0.375])
     """
-    count = num_tensors or max(1, min(1000, round(8 * (numel / 1e6) ** 0.4)))
+    count = max(1, min(1000, round(8 * (numel / 1e6) ** 0.4)))
     side = max(1, round(math.sqrt(numel / count)))
     return Job(
         name="a model of which only the size is known",

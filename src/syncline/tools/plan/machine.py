@@ -100,13 +100,8 @@ class Machine:
 
     def coding(self, code: str) -> Coding:
         """Return what a compression costs for each value; of one that was not measured, the most of all."""
-        if code in self.codings:
-            return self.codings[code]
-        known = self.codings.values()
-        return Coding(
-            max((one.encoding for one in known), default=0.0),
-            max((one.decoding for one in known), default=0.0),
-        )
+        most = map(max, zip(Coding(0.0, 0.0), *self.codings.values(), strict=True))
+        return self.codings.get(code) or Coding(*most)
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as a dict for JSON."""

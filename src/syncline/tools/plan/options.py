@@ -95,16 +95,15 @@ class Option:
         return words or "the defaults"
 
 
-def kinds_of_options() -> list[Option]:
-    """Return all options without bucket sizes, from those that change a training least to those that change it most."""
-    return [
-        Option(),
-        Option(sharded=True),
-        *(Option(compression=codec) for codec in CODECS),
-        Option(strategy="LocalSGD", every=8),
-        Option(strategy="DiLoCo", every=20),
-        Option(strategy="DiLoCo", every=20, compression=codec_of("Quantize(4)")),
-    ]
+KINDS = (
+    Option(),
+    Option(sharded=True),
+    *(Option(compression=codec) for codec in CODECS),
+    Option(strategy="LocalSGD", every=8),
+    Option(strategy="DiLoCo", every=20),
+    Option(strategy="DiLoCo", every=20, compression=codec_of("Quantize(4)")),
+)
+"""All options without bucket sizes, from those that change a training least to those that change it most."""
 
 
 def with_caps(option: Option) -> list[Option]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean, median
 
 from syncline.tools.report.run import Run
@@ -22,6 +22,19 @@ _CALLS = ("buffers", "sync", "call")
 
 EXPOSED = ("late", "transfer", *_CALLS)
 """The parts of a step in which a rank waits for others, or for the transport."""
+
+PARTS: Mapping[str, str] = {
+    "data": "before the forward (data)",
+    "forward": "forward and loss",
+    "backward": "backward",
+    "update": "from backward to the end of the optimizer's step",
+    "late": "waits for ranks that are late",
+    "transfer": "waits for gradients that are under way",
+    "buffers": "synchronizes buffers",
+    "sync": "synchronizes parameters",
+    "call": "other calls of Syncline",
+}
+"""All parts of a step, in words."""
 
 _PART_OF: Mapping[str, str] = {
     **{kind: kind for kind in (*PHASES, *_CALLS)},
@@ -119,12 +132,13 @@ def figures_of(run: Run, steps: Sequence[int] | None = None) -> Figures:
     chosen = run.steady if steps is None else list(steps)
     parts_of_ranks: dict[int, list[dict[str, float]]] = defaultdict(list)
     caused: Counter[int] = Counter()
-    buckets: dict[tuple[str, int], _BucketSums] = defaultdict(_BucketSums)
+    buckets: dict[tuple[str, int], list[tuple[Sent, float, float, int]]] = defaultdict(list)
+    durations: dict[tuple[str, int], list[int]] = defaultdict(list)
     payloads, backwards = [], []
     for ranks in (run.steps[number] for number in chosen):
         last = _last_sent(ranks)
         for rank, step in ranks.items():
-            parts = dict.fromkeys((*PHASES, *EXPOSED), 0.0)
+            parts = dict.fromkeys(PARTS, 0.0)
             for span in step.spans:
                 if span.kind in _PART_OF:
                     parts[_PART_OF[span.kind]] += span.length
@@ -135,13 +149,13 @@ def figures_of(run: Run, steps: Sequence[int] | None = None) -> Figures:
                 parts["late"] += late
                 parts["transfer"] += waited - late
                 caused[to_rank] += late
-                buckets[sent.module, sent.bucket].add(sent, late, waited - late, to_rank)
+                buckets[sent.module, sent.bucket].append((sent, late, waited - late, to_rank))
             parts_of_ranks[rank].append(parts)
             began = [one.wait_began - one.began for one in step.buckets if one.module == run.module]
             backwards += [min(began)] if began else []
             payloads.append(step.payload_bytes + sum(sent.payload_bytes for sent in step.buckets))
             for sent, duration in _durations(step, last):
-                buckets[sent.module, sent.bucket].durations.append(duration)
+                durations[sent.module, sent.bucket].append(duration)
     means = _means([parts for found in parts_of_ranks.values() for parts in found])
     of_ranks = {rank: _means(found) for rank, found in parts_of_ranks.items()}
     return Figures(
@@ -149,7 +163,7 @@ def figures_of(run: Run, steps: Sequence[int] | None = None) -> Figures:
         parts=means,
         phases_of_ranks={rank: {phase: own[phase] for phase in PHASES} for rank, own in of_ranks.items()},
         late=_late(caused, of_ranks, len(chosen)),
-        buckets=[one.figures(len(payloads)) for one in buckets.values()],
+        buckets=[_bucket(found, durations[key], len(payloads)) for key, found in buckets.items()],
         payload_bytes=fmean(payloads or [0]),
         backward=fmean(backwards) if backwards else means.get("backward", 0.0),
     )
@@ -206,40 +220,29 @@ def _late(
     )
 
 
-@dataclass(kw_only=True)
-class _BucketSums:
-    """What is added up about a bucket."""
+def _bucket(
+    found: Sequence[tuple[Sent, float, float, int]], durations: Sequence[int], num_rank_steps: int
+) -> BucketFigures:
+    """Return the figures of a bucket, as it is in the last step in which it was sent.
 
-    late: float = 0.0
-    transfer: float = 0.0
-    durations: list[int] = field(default_factory=list)
-    sent: list[Sent] = field(default_factory=list)
-    last_ranks: Counter[int] = field(default_factory=Counter)
-
-    def add(self, sent: Sent, late: float, transfer: float, last_rank: int) -> None:
-        self.late += late
-        self.transfer += transfer
-        self.sent.append(sent)
-        self.last_ranks[last_rank] += 1
-
-    def figures(self, num_rank_steps: int) -> BucketFigures:
-        """Return the figures of the bucket, as it is in the last step in which it was sent.
-
-        Args:
-            num_rank_steps: the number of steps of all ranks together, by which sums are divided.
-        """
-        latest = self.sent[-1]
-        [(rank, num_last)] = self.last_ranks.most_common(1)
-        return BucketFigures(
-            bucket=latest.bucket,
-            payload_bytes=latest.payload_bytes,
-            parameters=tuple(latest.parameters),
-            late=self.late / num_rank_steps,
-            transfer=self.transfer / num_rank_steps,
-            duration=median(self.durations) if self.durations else 0.0,
-            sent=fmean(sent.sent - sent.began for sent in self.sent),
-            waits_for=rank if num_last > len(self.sent) / 2 else None,
-        )
+    Args:
+        found: each time that a rank has sent it, with its waits for a late rank and for the transfer, and the rank that
+            sent it last.
+        durations: how long its reductions took, where ranks could know it.
+        num_rank_steps: the number of steps of all ranks together, by which sums are divided.
+    """
+    sends, late, transfer, last_ranks = zip(*found, strict=True)
+    [(rank, num_last)] = Counter(last_ranks).most_common(1)
+    return BucketFigures(
+        bucket=sends[-1].bucket,
+        payload_bytes=sends[-1].payload_bytes,
+        parameters=tuple(sends[-1].parameters),
+        late=sum(late) / num_rank_steps,
+        transfer=sum(transfer) / num_rank_steps,
+        duration=median(durations) if durations else 0.0,
+        sent=fmean(one.sent - one.began for one in sends),
+        waits_for=rank if num_last > len(sends) / 2 else None,
+    )
 
 
 _REACTIONS = {
@@ -262,52 +265,32 @@ class Divergence:
 
     @property
     def fact(self) -> str:
-        """What was found, as a clause."""
-        if not self.row.tensor:
-            return "the replicas differ"
-        more = self.row.num_differing - 1
+        """What was found, and what the check did, as a clause."""
+        row, more = self.row, self.row.num_differing - 1
         others = f" and {format_count(more, 'other value')}" if more > 0 else ""
-        return f"the replicas differ in {self.row.tensor}{others}"
-
-    @property
-    def minority(self) -> str:
-        """A sentence that names the ranks in the minority."""
-        if self.row.minority_ranks:
-            return f"In the minority: {describe_ranks(self.row.minority_ranks)}."
-        return "No value had a majority, so any rank may have the wrong one." if self.row.tensor else ""
-
-    @property
-    def agreed(self) -> str:
-        """A sentence that says when the value was still equal on all ranks."""
-        if self.row.agreed_at_step is None or not self.row.tensor:
-            return ""
-        when = (
-            f"at step {self.row.agreed_at_step}" if self.row.agreed_at_step else "when the module was wrapped"
-        )
-        return f"All ranks last agreed on {self.row.tensor} {when}."
-
-    @property
-    def reaction(self) -> str:
-        """What the check did."""
+        where = f" in {row.tensor}{others}" if row.tensor else ""
         again = f", and was found {self.num_found} times" if self.num_found > 1 else ""
-        return f"{_REACTIONS.get(self.row.outcome, self.row.outcome)}{again}"
+        return f"the replicas differ{where}; {_REACTIONS.get(row.outcome, row.outcome)}{again}"
 
-    def __str__(self) -> str:
-        found = f"{self.row.check} found that {self.fact}; {self.reaction}."
-        return " ".join(filter(None, [found, self.minority, self.agreed]))
+    @property
+    def detail(self) -> str:
+        """Sentences: which check has found it, which ranks are in the minority, and when the value was still equal."""
+        row = self.row
+        text = f"Found by {row.check}."
+        if row.minority_ranks:
+            text += f" In the minority: {describe_ranks(row.minority_ranks)}."
+        elif row.tensor:
+            text += " No value had a majority, so any rank may have the wrong one."
+        if row.tensor and row.agreed_at_step is not None:
+            when = f"at step {row.agreed_at_step}" if row.agreed_at_step else "when the module was wrapped"
+            text += f" All ranks last agreed on {row.tensor} {when}."
+        return text
 
 
 def divergences_in(run: Run) -> list[Divergence]:
     """Return the values that differed, in the order of steps, each once for each check and reaction."""
-    found: dict[tuple[str, str, str], list[tuple[int, rows.DivergenceRow]]] = {}
-    for step, row in sorted(_once(run), key=lambda one: one[0]):
-        found.setdefault((row.check, row.tensor, row.outcome), []).append((step, row))
-    return [Divergence(step=same[0][0], row=same[0][1], num_found=len(same)) for same in found.values()]
-
-
-def _once(run: Run) -> Iterator[tuple[int, rows.DivergenceRow]]:
-    """Yield what was found, with its step. All ranks record it, and it is the same on all of them."""
-    seen: set[tuple[object, ...]] = set()
+    # All ranks record what was found, and it is the same on all of them.
+    once: dict[tuple[object, ...], tuple[int, rows.DivergenceRow]] = {}
     for one in run.processes:
         last, nth = 0, 0
         for row in one.found:
@@ -317,7 +300,8 @@ def _once(run: Run) -> Iterator[tuple[int, rows.DivergenceRow]]:
             elif isinstance(row, rows.DivergenceRow):
                 nth += 1  # several in one step, such as two calls of sl.check_replicas
                 step = last if row.step is None else row.step
-                key = (step, nth, row.check, row.tensor)
-                if key not in seen:
-                    seen.add(key)
-                    yield step, row
+                once.setdefault((step, nth, row.check, row.tensor), (step, row))
+    found: dict[tuple[str, str, str], list[tuple[int, rows.DivergenceRow]]] = {}
+    for step, row in sorted(once.values(), key=lambda one: one[0]):
+        found.setdefault((row.check, row.tensor, row.outcome), []).append((step, row))
+    return [Divergence(step=same[0][0], row=same[0][1], num_found=len(same)) for same in found.values()]

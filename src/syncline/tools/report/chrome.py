@@ -8,7 +8,7 @@ Format" (Google, 2016).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from syncline.tools.report.run import Run
@@ -45,34 +45,26 @@ def _names(rank: int) -> Iterator[dict[str, Any]]:
 
 
 def _step(step: RankStep) -> Iterator[dict[str, Any]]:
-    def lasts(
-        row: int, category: str, name: str, began: int, ended: int, more: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        return {
-            "ph": "X",
-            "cat": category,
-            "name": name,
-            "pid": step.rank,
-            "tid": row,
-            "ts": began,
-            "dur": ended - began,
-            "args": dict(more),
-        }
+    def event(row: int, category: str, name: str, **more: Any) -> dict[str, Any]:
+        return {"cat": category, "name": name, "pid": step.rank, "tid": row, **more}
 
     metrics = {name: value for name, value in step.metrics.items() if math.isfinite(value)}
-    yield lasts(_STEPS, "user_annotation", f"ProfilerStep#{step.step}", step.began, step.ended, metrics)
+    yield event(
+        _STEPS,
+        "user_annotation",
+        f"ProfilerStep#{step.step}",
+        ph="X",
+        ts=step.began,
+        dur=step.length,
+        args=metrics,
+    )
     for span in step.spans:
-        name = f"{span.kind} {span.label}".strip()
-        yield lasts(_WORK, "cpu_op", f"syncline::{name}", span.began, span.ended, {})
+        name = f"syncline::{span.kind} {span.label}".strip()
+        yield event(_WORK, "cpu_op", name, ph="X", ts=span.began, dur=span.length, args={})
     for sent in step.buckets:
         more = {"bytes": sent.payload_bytes, "parameters": list(sent.parameters)} if sent.parameters else {}
         # Buckets overlap, so each is an asynchronous event with an id.
-        event = {
-            "cat": "bucket",
-            "name": f"bucket {sent.bucket}",
-            "id": f"{sent.step}/{sent.module}/{sent.bucket}",
-            "pid": step.rank,
-            "tid": _BUCKETS,
-        }
-        yield {**event, "ph": "b", "ts": sent.sent, "args": more}
-        yield {**event, "ph": "e", "ts": sent.reduced}
+        key = f"{sent.step}/{sent.module}/{sent.bucket}"
+        of_bucket = event(_BUCKETS, "bucket", f"bucket {sent.bucket}", id=key)
+        yield {**of_bucket, "ph": "b", "ts": sent.sent, "args": more}
+        yield {**of_bucket, "ph": "e", "ts": sent.reduced}

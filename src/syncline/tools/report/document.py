@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from syncline.tools.plan import Machine
-from syncline.tools.report.analysis import EXPOSED, BucketFigures, Figures, divergences_in, figures_of
+from syncline.tools.plan.machine import Machine
+from syncline.tools.report.analysis import EXPOSED, PARTS, BucketFigures, Figures, divergences_in, figures_of
 from syncline.tools.report.planned import predicted_rows
 from syncline.tools.report.run import Run
 from syncline.tools.report.steps import RankStep
-from syncline.tools.report.verdict import Finding, verdict_on
+from syncline.tools.report.verdict import verdict_on
 from syncline.tracing import rows
 from syncline.words import format_bytes, format_count, format_time
 
@@ -31,18 +32,6 @@ MAX_STEPS = 300
 MAX_POINTS = 2000
 """The largest number of points of a curve."""
 
-_PARTS_IN_WORDS = {
-    "data": "before the forward: data",
-    "forward": "forward and loss",
-    "backward": "backward",
-    "update": "from backward to the end of the optimizer's step",
-    "late": "waits for ranks that are late",
-    "transfer": "waits for gradients under way",
-    "buffers": "synchronizes buffers",
-    "sync": "synchronizes parameters",
-    "call": "other calls of Syncline",
-}
-
 
 def document_of(run: Run, machine: Machine) -> dict[str, Any]:
     """Return the data of a report. Times are in microseconds.
@@ -52,12 +41,11 @@ def document_of(run: Run, machine: Machine) -> dict[str, Any]:
         machine: what synchronization costs, for a prediction that is compared with the run.
     """
     figures = figures_of(run)
-    findings = verdict_on(run, figures)
     lengths, stragglers = _over_time(run)
     return {
         "title": _title(run),
         "subtitle": _subtitle(run),
-        "findings": [_finding(one) for one in findings],
+        "findings": [asdict(one) for one in verdict_on(run, figures)],
         "num_steps": figures.num_steps,
         "facts": _facts(figures) if figures.num_steps else [],
         "parts": _parts(figures),
@@ -94,13 +82,10 @@ def _subtitle(run: Run) -> str:
     return ", ".join(parts)
 
 
-def _finding(one: Finding) -> dict[str, str]:
-    return {"kind": one.kind, "headline": one.headline, "detail": one.detail, "cure": one.cure}
-
-
 def _facts(figures: Figures) -> list[dict[str, str]]:
     steps, part = format_count(figures.num_steps, "step"), "the part of the mean step"
     own, late = 1 - figures.exposed, figures.share("late")
+    sent = format_bytes(int(figures.payload_bytes))
     transfers = figures.share(*(one for one in EXPOSED if one != "late"))
     facts = (
         ("a step", format_time(figures.step / 1e6), f"the mean of {steps}, of all ranks"),
@@ -108,11 +93,7 @@ def _facts(figures: Figures) -> list[dict[str, str]]:
         ("own work", _percent(own), f"{part} in which ranks do not wait for each other or for the transport"),
         ("waiting for transfers", _percent(transfers), f"{part} that waits for the transport"),
         ("waiting for late ranks", _percent(late), f"{part} that waits for ranks that are late"),
-        (
-            "sent in a step",
-            format_bytes(int(figures.payload_bytes)),
-            "the mean of the bytes that each rank passes to the transport",
-        ),
+        ("sent in a step", sent, "the mean of the bytes that each rank passes to the transport"),
     )
     return [{"name": name, "value": value, "hint": hint} for name, value, hint in facts]
 
@@ -124,7 +105,7 @@ def _percent(share: float) -> str:
 def _parts(figures: Figures) -> list[dict[str, Any]]:
     return [
         {"part": part, "words": words, "us": round(figures.parts.get(part, 0)), "share": figures.share(part)}
-        for part, words in _PARTS_IN_WORDS.items()
+        for part, words in PARTS.items()
         if figures.parts.get(part, 0) >= 1
     ]
 
@@ -235,16 +216,17 @@ def _events(run: Run) -> list[dict[str, Any]]:
         }
         for row in run.changes
     ]
-    found += [{"step": one.step, "kind": "diverged", "words": str(one)} for one in divergences_in(run)]
+    for one in divergences_in(run):
+        found.append({"step": one.step, "kind": "diverged", "words": f"{one.fact}. {one.detail}"})
     slow: dict[tuple[int, int], str] = {}
     for row in run.rows_of(rows.SlowRow):
         slow.setdefault((row.step, row.rank), row.words)
     found += [{"step": step, "kind": "slow", "words": words} for (step, _), words in slow.items()]
     words = "the step was discarded, because gradients were not finite"
     found += [{"step": number, "kind": "discarded", "words": words} for number in run.discarded]
-    for one in run.processes:
-        if one.end is not None and (one.end.is_error or one.end.is_of("KeyboardInterrupt")):
-            last = max(run.steps, default=0)
-            kind = "failed" if one.end.is_error else "stopped"
-            found.append({"step": last, "kind": kind, "words": f"rank {one.process.rank} {one.end.words}"})
+    for process in run.processes:
+        end, last = process.end, max(run.steps, default=0)
+        if end is not None and (end.is_error or end.is_of("KeyboardInterrupt")):
+            kind = "failed" if end.is_error else "stopped"
+            found.append({"step": last, "kind": kind, "words": f"rank {process.process.rank} {end.words}"})
     return sorted(found, key=lambda event: event["step"])

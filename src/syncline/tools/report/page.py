@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from statistics import median
 from typing import Any
 
@@ -25,23 +24,10 @@ _SCRIPTS = ("elements", "picture", "charts", "page")
 _NUMBER = re.compile(r"\d[\d.,]* (?:%|ms|s|[kMG]?B)(?!\w)")
 """A number with a unit."""
 
-_KINDS = {"problem": "Problem", "note": "Note", "fine": "Fine"}
-_EVENTS = {
-    "ranks": "Ranks changed",
-    "slow": "Slow",
-    "diverged": "Replicas differ",
-    "discarded": "Step discarded",
-    "failed": "Failed",
-    "stopped": "Stopped",
-}
+_EVENTS = {"ranks": "ranks changed", "diverged": "replicas differ", "discarded": "step discarded"}
+"""Kinds of events whose name is no word for a user."""
 
-_CONTRACT = (
-    ("what", "what"),
-    ("size", "size"),
-    ("when", "when"),
-    ("how", "how"),
-    ("drift_allowed", "drift allowed"),
-)
+_CONTRACT = ("what", "size", "when", "how", "drift_allowed")
 
 _NUM_NAMES = 4
 """The number of parameters of a bucket that its row shows."""
@@ -63,6 +49,7 @@ def page(data: Mapping[str, Any]) -> str:
         data: the result of `document_of`.
     """
     assets = files("syncline.tools.report")
+    scripts = "".join((assets / f"{name}.js").read_text("utf-8") for name in _SCRIPTS)
     filled = {
         "title": _text(data["title"]),
         "subtitle": _text(data["subtitle"]),
@@ -72,16 +59,11 @@ def page(data: Mapping[str, Any]) -> str:
         "buckets": _buckets(data["buckets"]),
         "rest": _events(data["events"]) + _contract(data["contract"]) + _predicted(data["predicted"]),
         "json": _json(data),
-        "js": _script(assets),
+        # One function, so that the scripts share their names with each other and with nothing else.
+        "js": f'"use strict";\n(() => {{\n{scripts}}})();\n',
     }
     # In one pass, so that a text of the report cannot be taken for a place.
     return _PLACE.sub(lambda place: filled[place[1]], (assets / "page.html").read_text("utf-8"))
-
-
-def _script(assets: Traversable) -> str:
-    """Return the scripts as one function, so that they share their names with each other and with nothing else."""
-    texts = ((assets / f"{name}.js").read_text("utf-8") for name in _SCRIPTS)
-    return "".join(['"use strict";\n(() => {\n', *texts, "})();\n"])
 
 
 def _json(data: Mapping[str, Any]) -> str:
@@ -155,7 +137,7 @@ def _findings(findings: Sequence[Mapping[str, str]]) -> str:
             f'<p class="{name}">{_sentence(one[name])}</p>' for name in ("detail", "cure") if one[name]
         )
         items.append(
-            f'<li class="finding {kind}" data-kind="{kind}"><span class="kind">{_KINDS[kind]}</span>'
+            f'<li class="finding {kind}" data-kind="{kind}"><span class="kind">{kind.capitalize()}</span>'
             f'<h3 id="finding-{nth}">{_sentence(one["headline"])}</h3>{more}</li>'
         )
     return f'<section id="findings" aria-label="Findings">\n<ol>{"".join(items)}</ol>\n</section>\n'
@@ -284,7 +266,7 @@ def _events(events: Sequence[Mapping[str, Any]]) -> str:
         return ""
     items = "".join(
         f'<li data-step="{_text(one["step"])}" data-kind="{one["kind"]}"><span class="step">step '
-        f'{_text(one["step"])}</span> <span class="kind">{_EVENTS[one["kind"]]}</span> '
+        f'{_text(one["step"])}</span> <span class="kind">{_EVENTS.get(one["kind"], one["kind"]).capitalize()}</span> '
         f"<span>{_text(one['words'])}</span></li>"
         for one in events
     )
@@ -296,13 +278,14 @@ def _contract(contract: Mapping[str, Any]) -> str:
     rows = contract.get("rows")
     if not rows:
         return ""
-    columns = [(key, head) for key, head in _CONTRACT if any(row.get(key) for row in rows)]
-    body = [[row.get(key) or "-" for key, _ in columns] for row in rows]
+    columns = [key for key in _CONTRACT if any(row.get(key) for row in rows)]
+    heads = [key.replace("_", " ") for key in columns]
+    body = [[row.get(key) or "-" for key in columns] for row in rows]
     return _section(
         "contract",
         "The contract: what is synchronized, when and how",
         f'<p class="quiet">{_text(contract.get("title", ""))}</p>',
-        _table("contract-table", "The contract", [head for _, head in columns], body, has_numbers=False),
+        _table("contract-table", "The contract", heads, body, has_numbers=False),
         css="wide",
     )
 

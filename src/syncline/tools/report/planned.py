@@ -19,19 +19,11 @@ from itertools import pairwise
 from statistics import fmean, linear_regression
 from typing import Any, NamedTuple, get_args
 
-from syncline.tools.plan import (
-    CODECS,
-    Cluster,
-    Codec,
-    Engine,
-    Gradient,
-    Job,
-    Machine,
-    Option,
-    Planner,
-    Reduction,
-    exposed_time,
-)
+from syncline.tools.plan.cluster import Cluster, Engine
+from syncline.tools.plan.job import Gradient, Job
+from syncline.tools.plan.machine import Machine
+from syncline.tools.plan.options import CODECS, Codec, Option
+from syncline.tools.plan.predict import Planner, Reduction, exposed_time
 from syncline.tools.report.analysis import BucketFigures, Figures
 from syncline.tools.report.run import Run
 from syncline.words import format_count, format_time
@@ -109,7 +101,7 @@ def _ready(at: float, buckets: Sequence[BucketFigures]) -> float:
     start, since = 0.0, 0.0
     for one in buckets:
         end, until = start + one.payload_bytes, max(one.sent, since)
-        if at <= end:
+        if at < end:  # a bucket of unknown size holds no byte
             return since + (until - since) * (at - start) / (end - start)
         start, since = end, until
     return since
@@ -135,29 +127,19 @@ _SECONDS = 1e-6
 def cluster_of(run: Run, figures: Figures) -> Cluster:
     """Return the hosts of a run. The bandwidth between hosts is the one of the buckets in the trace."""
     hosts = Counter(one.process.host for one in run.processes)
-    first = run.processes[0].process
-    num_hosts = len(hosts)
-    link = link_of(figures.buckets) if num_hosts > 1 else None
-    bandwidth = None
-    if num_hosts > 1:
-        # A host sends this part of the bytes of a bucket.
-        part = 2 * (num_hosts - 1) / num_hosts
-        per_byte = link.per_byte if link is not None else 0.0
-        bandwidth = part / (per_byte * _SECONDS) if per_byte else math.inf
+    first, others = run.processes[0].process, len(hosts) - 1
+    link = (link_of(figures.buckets) or Link(0.0, 0.0)) if others else None
+    engines = [one for one in get_args(Engine) if one == _contract_of(run).get("transport")]
     return Cluster(
-        hosts=num_hosts,
+        hosts=len(hosts),
         ranks_per_host=max(hosts.values()),
         cores_per_host=first.num_cores or max(hosts.values()),
         threads_per_rank=first.num_threads,
-        link_bytes_per_second=bandwidth,
-        latency_seconds=link.fixed * _SECONDS / (2 * (num_hosts - 1)) if link is not None else 0.0,
-        engine=_engine_of(run),
+        # A host sends this part of the bytes of a bucket.
+        link_bytes_per_second=link and 2 * others / len(hosts) * link.bytes_per_second,
+        latency_seconds=link.fixed * _SECONDS / (2 * others) if link else 0.0,
+        engine=engines[0] if engines else "shm",
     )
-
-
-def _engine_of(run: Run) -> Engine:
-    engines: dict[str, Engine] = {one: one for one in get_args(Engine)}
-    return engines.get(_contract_of(run).get("transport", ""), "shm")
 
 
 def _contract_of(run: Run) -> Mapping[str, Any]:
@@ -188,19 +170,14 @@ def _buckets_of(figures: Figures) -> list[list[Gradient]]:
     backward, before = _backward_of(figures), 0.0
     found = []
     for bucket in sorted(figures.buckets, key=lambda one: one.sent):
-        found.append(_gradients_of(bucket, before / backward, bucket.sent / backward))
+        names = bucket.parameters or ("?",)
+        numel = bucket.payload_bytes / 4 / len(names)
+        side = max(1, math.isqrt(round(numel)))
+        shape, each = (side, round(numel / side)), (bucket.sent - before) / len(names)
+        ready = [(before + each * (at + 1)) / backward for at in range(len(names))]
+        found.append([Gradient(name, shape, at) for name, at in zip(names, ready, strict=True)])
         before = bucket.sent
     return found
-
-
-def _gradients_of(bucket: BucketFigures, begin: float, end: float) -> list[Gradient]:
-    names = bucket.parameters or ("?",)
-    numel = bucket.payload_bytes / 4 / len(names)
-    side = max(1, math.isqrt(round(numel)))
-    step = (end - begin) / len(names)
-    return [
-        Gradient(name, (side, round(numel / side)), begin + step * (at + 1)) for at, name in enumerate(names)
-    ]
 
 
 def option_of(run: Run) -> Option | None:

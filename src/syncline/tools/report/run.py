@@ -62,10 +62,6 @@ class Clock(NamedTuple):
         return max((one.error for one in self.offsets), default=0)
 
 
-SAME = Clock(())
-"""The clock to which others are compared."""
-
-
 Meetings = Mapping[tuple[object, ...], Meeting]
 """Operations by a key that is the same in all processes."""
 
@@ -126,9 +122,8 @@ class Run:
     @property
     def num_ranks(self) -> int:
         """The number of ranks at the end of the run."""
-        if self.changes:
-            return self.changes[-1].num_ranks
-        return max((one.process.num_ranks for one in self.processes), default=0)
+        at_first = max((one.process.num_ranks for one in self.processes), default=0)
+        return self.changes[-1].num_ranks if self.changes else at_first
 
     @cached_property
     def changes(self) -> list[rows.RanksRow]:
@@ -184,7 +179,7 @@ def run_of(processes: Sequence[ProcessTrace]) -> Run:
     clocks = _clocks(processes)
     steps: dict[int, dict[int, RankStep]] = {}
     for one in processes:
-        clock = clocks.get(one.process.clock, SAME)
+        clock = clocks.get(one.process.clock, Clock(()))  # no offset: the clock of the first process
         for step in steps_of(one.found, one.process.rank, main, clock.at):
             steps.setdefault(step.step, {})[step.rank] = step
     return Run(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from syncline.tracing import rows
 
@@ -118,7 +118,7 @@ class _Builder:
     def __init__(self, rank: int, main: str, offset: Callable[[int], int]) -> None:
         self.steps: list[RankStep] = []
         self._rank, self._main, self._offset = rank, main, offset
-        self._layouts: dict[tuple[str, int], dict[int, tuple[int, Sequence[str]]]] = {}
+        self._layouts: dict[tuple[str, int], dict[int, Sequence[Any]]] = {}
         """The bytes and the parameters of the buckets by their indices, for each layout of each module."""
         self._number: int | None = None
         """The number of the present step; None before the first forward or backward."""
@@ -133,8 +133,7 @@ class _Builder:
     def add(self, row: rows.Row) -> None:
         """Add the next row."""
         if isinstance(row, rows.ModuleRow):
-            layout = {index: (num_bytes, names) for index, num_bytes, names in row.buckets}
-            self._layouts[row.module, row.layout] = layout
+            self._layouts[row.module, row.layout] = {index: about for index, *about in row.buckets}
         if isinstance(row, rows.ProcessRow):
             self._rank = row.rank
         if isinstance(row, rows.RanksRow):
@@ -144,13 +143,11 @@ class _Builder:
             self._rank = row.rank
             return
         if isinstance(row, rows.ForwardRow | rows.BackwardRow) and row.module == self._main:
-            is_training = isinstance(row, rows.BackwardRow) or row.is_training
-            if self._is_done and is_training and row.step != self._number:
-                self.close()
-            if is_training:
+            if isinstance(row, rows.BackwardRow) or row.is_training:
+                if self._is_done and row.step != self._number:
+                    self.close()
                 self._number = row.step
-        if isinstance(row, rows.BackwardRow) and row.module == self._main:
-            self._is_done = True
+            self._is_done |= isinstance(row, rows.BackwardRow)
         if isinstance(row, _Work):
             self._rows.append(row)
 
@@ -158,10 +155,8 @@ class _Builder:
         """End the present step."""
         if not self._is_done or self._number is None:
             return
-        work = [
-            row for row in self._rows if isinstance(row, rows.BackwardRow | rows.OptimizerRow | rows.SyncRow)
-        ]
-        ended = max(row.ended for row in work)
+        last = rows.BackwardRow | rows.OptimizerRow | rows.SyncRow
+        ended = max(row.ended for row in self._rows if isinstance(row, last))
         inside = [row for row in self._rows if row.began < ended]
         rest = [row for row in self._rows if row.began >= ended]
         is_next = self._last is None or self._number == self._last + 1
@@ -177,12 +172,10 @@ class _Builder:
         for row in found:
             match row:
                 case rows.ForwardRow():
-                    if row.computed_from - row.began > 0 and row.buffer_bytes:
-                        spans.append(Span("buffers", row.began, row.computed_from))
-                        spans.append(Span("forward", row.computed_from, row.ended, row.module))
-                        step.payload_bytes += row.buffer_bytes
-                    else:
-                        spans.append(Span("forward", row.began, row.ended, row.module))
+                    computed_from = row.computed_from if row.buffer_bytes else row.began
+                    spans.append(Span("buffers", row.began, computed_from))
+                    spans.append(Span("forward", computed_from, row.ended, row.module))
+                    step.payload_bytes += row.buffer_bytes
                 case rows.BackwardRow():
                     spans += _backward(row)
                     layout = self._layouts.get((row.module, row.layout), {})
@@ -282,10 +275,6 @@ def _without_waits(spans: Sequence[Span]) -> list[Span]:
 
 def _between(following: Kind, *, has_forward: bool, has_backward: bool) -> Kind:
     """Return what the time before a span is for."""
-    if following in ("backward", "wait"):
-        return "loss" if has_forward else "data"
-    if following in ("optimizer", "sync"):
-        return "update" if has_backward else "data"
-    if following == "call":
-        return "update" if has_backward else "loss" if has_forward else "data"
-    return "data"
+    if following in ("optimizer", "sync", "call") and has_backward:
+        return "update"
+    return "loss" if following in ("backward", "wait", "call") and has_forward else "data"

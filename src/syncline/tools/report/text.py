@@ -7,7 +7,7 @@ from typing import Any
 
 from syncline.contract import table
 from syncline.tools.report.analysis import ENOUGH_STEPS, PHASES
-from syncline.words import MAX_COLUMNS, format_bytes, format_names, format_time, wrapped
+from syncline.words import MAX_COLUMNS, format_bytes, format_time, wrapped
 
 _MAX_ROWS = 12
 """The number of ranks or buckets to list. The text says how many more there are."""
@@ -22,54 +22,38 @@ def text_of(document: Mapping[str, Any]) -> str:
     parts = ["\n".join([*wrapped(document["title"], indent=""), *wrapped(document["subtitle"], indent="")])]
     parts += [_finding(one) for one in document["findings"]]
     if document["parts"]:
-        parts.append(
-            table(
-                [
-                    ("a step (means)", "", ""),
-                    *(
-                        (f"  {one['words']}", _time(one["us"]), f"{100 * one['share']:.0f} %")
-                        for one in document["parts"]
-                    ),
-                ],
-                MAX_COLUMNS,
-            )
-        )
+        rows = [
+            (f"  {one['words']}", _time(one["us"]), f"{100 * one['share']:.0f} %")
+            for one in document["parts"]
+        ]
+        parts.append(_listed(("a step (means)", "", ""), rows))
     if len(document["ranks"]) > 1:
-        rows = [
-            (f"  {rank}", *(_time(own[phase]) for phase in PHASES))
-            for rank, own in list(document["ranks"].items())[:_MAX_ROWS]
+        phases = [
+            (f"  {rank}", *(_time(own[phase]) for phase in PHASES)) for rank, own in document["ranks"].items()
         ]
-        parts.append(_cut(table([("rank (means)", *PHASES), *rows], MAX_COLUMNS), document["ranks"]))
+        parts.append(_listed(("rank (means)", *PHASES), phases))
     if document["buckets"]:
-        rows = [
-            (
-                f"  {one['bucket']}",
-                format_bytes(one["bytes"]),
-                _time(one["late"]),
-                _time(one["transfer"]),
-                "-" if one["waits_for"] is None else f"rank {one['waits_for']}",
-                format_names(one["parameters"][:2])
-                if len(one["parameters"]) < 3
-                else f"{one['parameters'][0]} ...",
-            )
-            for one in document["buckets"][:_MAX_ROWS]
-        ]
-        of_buckets = (
-            "bucket (means)",
-            "bytes",
-            "waits: late rank",
-            "transport",
-            "sent last by",
-            "parameters",
-        )
-        parts.append(_cut(table([of_buckets, *rows], MAX_COLUMNS), document["buckets"]))
+        heads = ("bucket (means)", "bytes", "waits: late rank", "transport", "sent last by", "parameters")
+        parts.append(_listed(heads, list(map(_bucket, document["buckets"]))))
     if document["events"]:
         lines = [f"step {event['step']}: {event['words']}" for event in document["events"][:_MAX_ROWS]]
         parts.append("\n".join(short for line in lines for short in wrapped(line, indent="  ")))
     if document["predicted"]:
         rows = [(f"  {one['what']}", one["predicted"], one["measured"]) for one in document["predicted"]]
-        parts.append(table([("syncline plan", "predicted", "measured"), *rows], MAX_COLUMNS))
+        parts.append(_listed(("syncline plan", "predicted", "measured"), rows))
     return "\n\n".join(parts)
+
+
+def _bucket(one: Mapping[str, Any]) -> tuple[str, ...]:
+    waits_for, names = one["waits_for"], one["parameters"]
+    return (
+        f"  {one['bucket']}",
+        format_bytes(one["bytes"]),
+        _time(one["late"]),
+        _time(one["transfer"]),
+        "-" if waits_for is None else f"rank {waits_for}",
+        ", ".join(names) if len(names) < 3 else f"{names[0]} ...",
+    )
 
 
 def _finding(one: Mapping[str, str], indent: str = "") -> str:
@@ -80,8 +64,10 @@ def _finding(one: Mapping[str, str], indent: str = "") -> str:
     return "\n".join(lines)
 
 
-def _cut(text: str, found: Sequence[Any] | Mapping[str, Any]) -> str:
-    more = len(found) - _MAX_ROWS
+def _listed(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Return a table of the first rows. Its last line says how many more there are."""
+    more = len(rows) - _MAX_ROWS
+    text = table([heads, *rows[:_MAX_ROWS]], MAX_COLUMNS)
     return text if more <= 0 else f"{text}\n  and {more} more"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from syncline.tools.report.analysis import ENOUGH_STEPS, Figures, divergences_in
+from syncline.tools.report.analysis import ENOUGH_STEPS, EXPOSED, PARTS, Figures, divergences_in
 from syncline.tools.report.planned import best_cap, link_of, wait_of
 from syncline.tools.report.run import Run
 from syncline.tracing import rows
@@ -99,7 +99,6 @@ def verdict_on(run: Run, figures: Figures) -> list[Finding]:
         _late_rank,
         _input_bound,
         _buckets,
-        _slow_link,
         _buffers,
         _syncs,
         _calls,
@@ -122,15 +121,8 @@ def _time(micros: float) -> str:
 
 def _where_the_time_goes(figures: Figures) -> Finding:
     compute = figures.share("forward", "backward", "update")
-    parts = [
-        (figures.share("data"), "before the forward (data)"),
-        (figures.share("late"), "waits for ranks that are late"),
-        (figures.share("transfer"), "waits for gradients that are under way"),
-        (figures.share("buffers"), "buffers"),
-        (figures.share("sync"), "parameter syncs"),
-        (figures.share("call"), "other calls of Syncline"),
-    ]
-    named = "; ".join(f"{_percent(share)} {words}" for share, words in parts if share >= 0.01)
+    shares = {part: figures.share(part) for part in ("data", *EXPOSED)}
+    named = "; ".join(f"{_percent(share)} {PARTS[part]}" for part, share in shares.items() if share >= 0.01)
     return Finding(
         kind="note",
         headline=f"A step takes {_time(figures.step)} ({_mean_of(figures)}): {_percent(compute)} is compute"
@@ -207,12 +199,16 @@ def _input_bound(run: Run, figures: Figures) -> Iterator[Finding]:
 
 
 def _buckets(run: Run, figures: Figures) -> Iterator[Finding]:
-    buckets, link = figures.buckets, link_of(figures.buckets)
-    if not buckets or link is None:
+    buckets, link, share = figures.buckets, link_of(figures.buckets), figures.share("transfer")
+    if link is None:
         return
-    total = sum(one.payload_bytes for one in buckets)
-    share = figures.share("transfer")
-    if len(buckets) >= 8 and total / len(buckets) < _SMALL_BYTES and total / len(buckets) < total / 4:
+    best, largest = best_cap(link, buckets, figures.backward), max(buckets, key=lambda one: one.payload_bytes)
+    saved = 0.0 if best is None else min(best[1], figures.parts["transfer"]) / figures.step
+    total, is_slow = (
+        sum(one.payload_bytes for one in buckets),
+        link.bytes_per_second <= _SLOW_BYTES_PER_SECOND,
+    )
+    if len(buckets) >= 8 and total / len(buckets) < _SMALL_BYTES:
         yield Finding(
             kind="problem" if share >= _NOTEWORTHY else "note",
             headline=f"The gradients are cut into {len(buckets)} buckets of {format_bytes(int(total / len(buckets)))}: "
@@ -222,10 +218,7 @@ def _buckets(run: Run, figures: Figures) -> Iterator[Finding]:
             cure="Use the default size: leave bucket_cap_mb out, or pass bucket_cap_mb=25.",
             weight=max(share, _NOTEWORTHY),
         )
-        return
-    best, largest = best_cap(link, buckets, figures.backward), max(buckets, key=lambda one: one.payload_bytes)
-    saved = 0.0 if best is None else min(best[1], figures.parts["transfer"]) / figures.step
-    if best is not None and saved >= 0.03:
+    elif best is not None and saved >= 0.03:
         if largest.payload_bytes > 0.6 * total:
             why = (
                 f"Bucket {largest.bucket} holds {_percent(largest.payload_bytes / total)} of the gradients, and is "
@@ -241,7 +234,7 @@ def _buckets(run: Run, figures: Figures) -> Iterator[Finding]:
             detail=why,
             cure=f"Pass bucket_cap_mb={best[0]:g}.",
         )
-    elif link.bytes_per_second > _SLOW_BYTES_PER_SECOND:  # otherwise, `_slow_link` has a finding
+    elif not is_slow:
         yield from _part_of_a_step(
             share,
             f"{_percent(share)} of a step waits for gradients that are under way.",
@@ -249,24 +242,18 @@ def _buckets(run: Run, figures: Figures) -> Iterator[Finding]:
             cure="Larger batches make the backward longer, which hides it. sharded=True sends half of the bytes before "
             "the optimizer's step, and compression=sl.compression.Cast() half of all.",
         )
-
-
-def _slow_link(run: Run, figures: Figures) -> Iterator[Finding]:
-    share, link = figures.share("transfer"), link_of(figures.buckets)
-    if link is None or link.bytes_per_second > _SLOW_BYTES_PER_SECOND:
-        return iter(())
-    total = sum(one.payload_bytes for one in figures.buckets)
-    quarters = sorted((one.sent, one.payload_bytes / 4) for one in figures.buckets)
-    saved = max(0.0, figures.parts["transfer"] - wait_of(link, quarters, figures.backward)) / figures.step
-    return _part_of_a_step(
-        share,
-        f"The link between the ranks is slow: it carries {format_bytes(int(link.bytes_per_second))} of "
-        f"gradients a second, so the {format_bytes(total)} of a step take {_time(link.time(total))}.",
-        detail=f"{_percent(share)} of a step waits for gradients that are under way.",
-        cure="Send less: compression=sl.compression.Quantize(8) sends a quarter of the bytes"
-        + (f" (about {_percent(saved)} less time a step)" if saved >= 0.03 else "")
-        + ", and strategy=sl.DiLoCo(20) sends once in 20 steps. Larger batches help, too.",
-    )
+    if is_slow:
+        quarters = sorted((one.sent, one.payload_bytes / 4) for one in buckets)
+        saved = max(0.0, figures.parts["transfer"] - wait_of(link, quarters, figures.backward)) / figures.step
+        yield from _part_of_a_step(
+            share,
+            f"The link between the ranks is slow: it carries {format_bytes(int(link.bytes_per_second))} of "
+            f"gradients a second, so the {format_bytes(total)} of a step take {_time(link.time(total))}.",
+            detail=f"{_percent(share)} of a step waits for gradients that are under way.",
+            cure="Send less: compression=sl.compression.Quantize(8) sends a quarter of the bytes"
+            + (f" (about {_percent(saved)} less time a step)" if saved >= 0.03 else "")
+            + ", and strategy=sl.DiLoCo(20) sends once in 20 steps. Larger batches help, too.",
+        )
 
 
 # ---------------------------------------------------------------------- buffers, parameter syncs, calls
@@ -368,16 +355,13 @@ def _diverged(run: Run) -> Iterator[Finding]:
     found = divergences_in(run)
     for one in found[:_MAX_DIVERGENCES]:
         is_repaired = one.row.outcome == "repaired"
-        checkpoint = (
-            f" Load a checkpoint of step {one.row.agreed_at_step} or earlier."
-            if one.row.agreed_at_step
-            else ""
-        )
+        has_lost = one.row.agreed_at_step and not is_repaired
+        load = f" Load a checkpoint of step {one.row.agreed_at_step} or earlier." if has_lost else ""
         yield Finding(
             kind="note" if is_repaired else "problem",
-            headline=f"Step {one.step}: {one.fact}; {one.reaction}.",
-            detail=" ".join(filter(None, [f"Found by {one.row.check}.", one.minority, one.agreed])),
-            cure=_CURE_OF_DIVERGENCE + ("" if is_repaired else checkpoint),
+            headline=f"Step {one.step}: {one.fact}.",
+            detail=one.detail,
+            cure=_CURE_OF_DIVERGENCE + load,
         )
     more = len(found) - _MAX_DIVERGENCES
     if more > 0:

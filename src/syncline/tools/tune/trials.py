@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from syncline.contract import table
-from syncline.tools.plan import CAPS_MB, Option, Planner
+from syncline.tools.plan.options import CAPS_MB, Option
+from syncline.tools.plan.predict import Planner
 from syncline.words import MAX_COLUMNS, format_time, wrapped
 
 _CLEARLY = 0.98

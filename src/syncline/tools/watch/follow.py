@@ -1,13 +1,15 @@
-"""Reads what has been added to the files of a trace since the last look."""
+"""Reads what has been added to the files of a trace since the last look, and knows the states of the ranks."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from syncline.regular_files import open_regular
+from syncline.tools.watch.ranks import RankState, present
 from syncline.tracing import rows
 from syncline.tracing.file import parts_in
 
@@ -20,12 +22,39 @@ class Follower:
 
     Args:
         directory: the directory of the trace.
+        host: the host whose ranks are followed; None for all hosts.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, *, host: str | None = None) -> None:
+        self._directory, self._host = directory, host
         self._read: dict[str, tuple[int, int]] = {}
         """For each process the number of its last part that was read, and how far."""
+        self._lock = threading.Lock()
+        """Ranks are started by one thread, and shown by another."""
+        self._states: dict[str, RankState] = {}
+        """The states of the processes that have recorded something, by the names of their files."""
+        self._started: list[RankState] = []
+        """What is known of each rank until its process has recorded something."""
+        self._replaced: set[str] = set()
+        """The names of the files of processes of an earlier attempt."""
+
+    def start(self, ranks: Sequence[int], now: float) -> None:
+        """Note which ranks are started. They replace all others."""
+        with self._lock:
+            self._replaced = {*parts_in(self._directory)}
+            self._states = {}
+            self._started = [RankState(rank, started_at=now) for rank in ranks]
+
+    def present(self) -> list[RankState]:
+        """Read what is new, and return the present state of each rank."""
+        with self._lock:
+            for name, found, at in self.new_rows():
+                if name not in self._replaced:
+                    self._states.setdefault(name, RankState()).add(found, at)
+            here = [*self._states.values()]
+            if self._host is not None:
+                here = [one for one in here if one.process is None or one.process.host == self._host]
+            return present([*self._started, *here])
 
     def new_rows(self) -> Iterator[tuple[str, list[rows.Row], float]]:
         """Yield for each process that has recorded something since the last call its name, the new rows, and when.
@@ -43,19 +72,15 @@ class Follower:
                     continue
                 try:
                     file, size = open_regular(path)
-                except (
-                    OSError
-                ):  # deleted meanwhile, because the trace has become too large; or it is no regular file
+                except OSError:  # the trace has become too large, so it was deleted; or it is no regular file
                     continue
                 with file:
                     start, lines = read if number == last else 0, []
                     if is_new:
                         age = max(0.0, time.time() - os.fstat(file.fileno()).st_mtime)
                         if size > _FIRST_BYTES:
-                            lines, start = (
-                                [file.readline()],
-                                size - _FIRST_BYTES,
-                            )  # the first row names the process
+                            # The first row names the process.
+                            lines, start = [file.readline()], size - _FIRST_BYTES
                     file.seek(start)
                     added = file.read(size - start)
                 end = added.rfind(b"\n") + 1

@@ -17,7 +17,7 @@ from pathlib import Path
 from syncline import environment
 from syncline.tools.launch.display import Display, Writer
 from syncline.tools.watch.follow import Follower
-from syncline.tools.watch.ranks import RankState, have_hung, present, screen
+from syncline.tools.watch.ranks import RankState, have_hung, screen
 
 _USUAL = os.terminal_size((80, 24))
 
@@ -60,11 +60,6 @@ class Terminal:
         """Print complete lines above the picture."""
         with self._lock:
             self._writer.write(self._fd, self._erase() + data + self._picture())
-
-    def keep(self) -> None:
-        """Let the picture stay, as lines that were printed."""
-        with self._lock:
-            self._drawn = []
 
     def _picture(self) -> bytes:
         return "".join(f"{line}\n" for line in self._drawn).encode(errors="replace")
@@ -116,13 +111,14 @@ class Live(Display):
         fd: the file descriptor of the terminal.
     """
 
+    owns_terminal = True
+
     def __init__(self, directory: Path, fd: int) -> None:
-        self._terminal, self._writer = Terminal(fd), Writer()
-        self._ranks = LiveRanks(directory)
+        super().__init__()
+        self._terminal, self._ranks = Terminal(fd), Follower(directory, host=socket.gethostname())
         self._ended, self._has_failed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="syncline-live", daemon=True)
         self._redirected = contextlib.ExitStack()
-        self.show = self._show
 
     def __enter__(self) -> Live:
         for fd, redirect in ((1, contextlib.redirect_stdout), (2, contextlib.redirect_stderr)):
@@ -133,10 +129,6 @@ class Live(Display):
     def __exit__(self, *_: object) -> None:
         self.end()
         self._redirected.close()
-
-    @property
-    def output_failure(self) -> OSError | None:
-        return self._writer.failure
 
     def start_ranks(self, ranks: Sequence[int]) -> None:
         self._ranks.start(ranks, time.monotonic())
@@ -149,20 +141,17 @@ class Live(Display):
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
-        hung = False
         with contextlib.suppress(Exception):  # of a file of the trace
-            hung = not self._has_failed and self._ranks.have_hung(time.monotonic())
-        if hung:
-            self._draw()
-            self._terminal.keep()
-        else:
-            self._terminal.draw([])
+            if not self._has_failed and have_hung(states := self._ranks.present(), now := time.monotonic()):
+                lines = picture(states, now, *self._terminal.size)
+                self._terminal.print("".join(f"{line}\n" for line in lines).encode(errors="replace"))
+        self._terminal.draw([])
 
-    def _show(self, fd: int, data: bytes) -> None:
+    def show(self, fd: int, data: bytes) -> None:
         if os.isatty(fd):
             self._terminal.print(data)
         else:
-            self._writer.write(fd, data)
+            super().show(fd, data)
 
     def _run(self) -> None:
         self._draw()
@@ -171,67 +160,28 @@ class Live(Display):
 
     def _draw(self) -> None:
         try:
-            self._terminal.draw(self._ranks.look(time.monotonic(), *self._terminal.size))
-        except (
-            Exception
-        ) as error:  # of a file of the trace: the ranks train on, and what they end with is reported
+            self._terminal.draw(picture(self._ranks.present(), time.monotonic(), *self._terminal.size))
+        except Exception as error:
+            # Of a file of the trace: the ranks train on, and what they end with is reported.
             self._has_failed = True
             self._terminal.draw([])
-            print(
-                f"syncline run: the live picture ends here: {type(error).__name__}: {error}", file=sys.stderr
-            )
+            what = f"{type(error).__name__}: {error}"
+            print(f"syncline run: the live picture ends here: {what}", file=sys.stderr)
 
 
-class LiveRanks:
-    """The ranks of this host, and the picture of them.
+def picture(states: Sequence[RankState], now: float, columns: int, lines: int) -> list[str]:
+    """Return the lines of a picture of the ranks of this host.
 
     Args:
-        directory: the directory of the trace that the ranks write. Those of other hosts may write to it as well.
+        states: the states of the ranks.
+        now: the time, in seconds of `time.monotonic`.
+        columns: the width of the terminal.
+        lines: the height of the terminal.
     """
-
-    def __init__(self, directory: Path) -> None:
-        self._follower = Follower(directory)
-        self._lock = threading.Lock()
-        self._states: dict[str, RankState] = {}
-        """The states of the processes that have recorded something, by the names of their files."""
-        self._started: list[RankState] = []
-        """What is shown of each rank until its process has recorded something."""
-        self._replaced: set[str] = set()
-        """The names of the files of processes of an earlier attempt."""
-
-    def start(self, ranks: Sequence[int], now: float) -> None:
-        """Note which ranks are started. They replace all others."""
-        with self._lock:
-            self._replaced |= {name for name, _, _ in self._follower.new_rows()} | self._states.keys()
-            self._states = {}
-            self._started = [RankState(rank, started_at=now) for rank in ranks]
-
-    def look(self, now: float, columns: int, lines: int) -> list[str]:
-        """Return the lines of a new picture.
-
-        Args:
-            now: the time, in seconds of `time.monotonic`.
-            columns: the width of the terminal.
-            lines: the height of the terminal.
-        """
-        states = self._present()
-        num_ranks = max((one.process.num_ranks for one in states if one.process is not None), default=0)
-        where = f" of this host ({len(states)} of {num_ranks})" if num_ranks > len(states) else ""
-        picture = screen(states, now, columns=columns, lines=max(6, 2 * lines // 3))
-        return [f"--- the ranks{where} ".ljust(min(columns - 1, 70), "-"), *picture.splitlines()]
-
-    def have_hung(self, now: float) -> bool:
-        """Return whether the ranks stand still, or stood still until they were ended."""
-        return have_hung(self._present(), now)
-
-    def _present(self) -> list[RankState]:
-        with self._lock:
-            for name, found, at in self._follower.new_rows():
-                if name not in self._replaced:
-                    self._states.setdefault(name, RankState()).add(found, at)
-            host = socket.gethostname()
-            here = (one for one in self._states.values() if one.process is None or one.process.host == host)
-            return present([*self._started, *here])
+    num_ranks = max((one.process.num_ranks for one in states if one.process is not None), default=0)
+    where = f" of this host ({len(states)} of {num_ranks})" if num_ranks > len(states) else ""
+    text = screen(states, now, columns=columns, lines=max(6, 2 * lines // 3))
+    return [f"--- the ranks{where} ".ljust(min(columns - 1, 70), "-"), *text.splitlines()]
 
 
 class _Above(io.TextIOBase):

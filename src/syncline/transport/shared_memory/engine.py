@@ -21,9 +21,20 @@ from torch import Tensor, UntypedStorage
 from syncline.environment import num_cores
 from syncline.liveness.calls import Call
 from syncline.transport.base import REDUCE_OPS
-from syncline.transport.shared_memory.core import MAX_ABORT_BYTES, Outcome, library
-from syncline.transport.shared_memory.hub import Hub
+from syncline.transport.shared_memory.hub import Hub, library
 from syncline.transport.shared_memory.memory import SharedMemory
+
+MAX_ABORT_BYTES = 65536
+
+
+class Outcome:
+    """The values that `wait` and `poll` of the native core return."""
+
+    DONE = 0
+    PENDING = 1
+    ABORTED = 2
+    MISMATCH = 3
+    DISAGREED = 4
 
 
 class Kind(IntEnum):

@@ -18,6 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from syncline.errors import SynclineError
@@ -25,7 +26,8 @@ from syncline.liveness.calls import FAILURES
 from syncline.liveness.gathering import StoreGathering
 from syncline.liveness.processes import RankProcess, host_key
 from syncline.liveness.store import SignedStore, decode
-from syncline.transport.shared_memory.core import MAX_RANKS, SharedMemoryUnavailable, library
+from syncline.native import Library, NativeUnavailable
+from syncline.native import library as native_library
 from syncline.transport.shared_memory.memory import SharedMemory
 from syncline.transport.shared_memory.sockets import (
     Peers,
@@ -47,6 +49,8 @@ T = TypeVar("T")
 Exchange = Callable[[bytes], list[bytes]]
 """A collective function that gets the bytes of this rank, and returns the bytes of all ranks in rank order."""
 
+_MAX_RANKS = 256
+
 NUM_EXCHANGES = 2
 """The number of times that a `Hub` calls `exchange`. It makes fewer calls if the ranks cannot share memory."""
 
@@ -60,6 +64,34 @@ _HEX_DIGITS = frozenset("0123456789abcdef")
 
 _PAGE_BYTES = 4096
 
+_UNSEEN = "/proc does not show its process, so the other ranks would not notice the end of this process"
+
+
+class SharedMemoryUnavailable(SynclineError):
+    """The error that all ranks of a group raise if they cannot share memory.
+
+    Args:
+        text: the reasons, in the same words on all ranks.
+        is_worth_a_warning: whether users can change something so that the ranks can share memory. It is False for ranks
+            on several hosts.
+    """
+
+    def __init__(self, text: str, *, is_worth_a_warning: bool = True) -> None:
+        super().__init__(text)
+        self.is_worth_a_warning = is_worth_a_warning
+
+
+def library() -> Library:
+    """Return the native library. The first call loads it.
+
+    Raises:
+        SharedMemoryUnavailable: the library was not built, belongs to another version, or cannot be loaded.
+    """
+    try:
+        return native_library()
+    except NativeUnavailable as error:
+        raise SharedMemoryUnavailable(str(error)) from error
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Presence:
@@ -69,8 +101,8 @@ class _Presence:
     uid: int
     host: str
     """A text about the host: the boot ID of the kernel, and the namespaces of process numbers and sockets."""
-    started: int | None = None
-    """The start time of the rank's process, as in `RankProcess`; None if the system does not show it."""
+    started: int
+    """The start time of the rank's process, as in `RankProcess`."""
     unable: str = ""
     """The reason why the rank cannot share memory with any rank; "" if there is no such reason."""
     build: str = ""
@@ -80,17 +112,18 @@ class _Presence:
     token: str = ""
     """The token that every rank must send when it connects. Only rank 0 sets this field."""
 
-    def process(self, rank: int) -> RankOnSocket:
+    @property
+    def process(self) -> RankProcess:
+        """The described process."""
+        return RankProcess(self.host, self.pid, self.started)
+
+    def on_socket(self, rank: int) -> RankOnSocket:
         """Return `rank` and the described process as one object, which states whom a connection must reach.
 
         Args:
             rank: the rank that sent this description.
         """
         return RankOnSocket(rank, self.pid, self.uid)
-
-    def has_ended(self) -> bool:
-        """Return whether the process, which is on this host, has certainly ended."""
-        return self.started is not None and RankProcess(self.host, self.pid, self.started).has_ended()
 
 
 def _parsed(row: bytes, rank: int) -> _Presence:
@@ -142,7 +175,7 @@ class Hub:
             except SharedMemoryUnavailable as error:
                 self.close()
                 # The end of a process says nothing about memory, so it must not make the ranks use another transport.
-                lost = [peer for peer, presence in enumerate(everyone) if presence.has_ended()]
+                lost = [peer for peer, presence in enumerate(everyone) if presence.process.has_ended()]
                 if lost:
                     raise failed_connection("the ranks could not set up shared memory", lost) from error
                 raise
@@ -155,8 +188,8 @@ class Hub:
             pid=os.getpid(),
             uid=os.getuid(),
             host=host_key(),
-            started=None if process is None else process.started,
-            unable=attempt(library)[1],
+            started=0 if process is None else process.started,
+            unable=_UNSEEN if process is None else attempt(library)[1],
             build=_build(),
             address="" if listener is None else address_of(listener),
             token="" if self.rank else token.hex(),
@@ -168,11 +201,7 @@ class Hub:
 
     def _connect_and_verify(self, listener: socket.socket | None, everyone: list[_Presence]) -> None:
         try:
-            self.peers = Peers(
-                [presence.pid for presence in everyone],
-                self.rank,
-                [presence.started for presence in everyone],
-            )
+            self.peers = Peers([presence.process for presence in everyone], self.rank)
             self._connect(listener, everyone)
             self._verify()
         except BaseException:
@@ -188,7 +217,7 @@ class Hub:
             before = self.rank - 1
             self._connections[before] = connected(
                 everyone[before].address,
-                everyone[before].process(before),
+                everyone[before].on_socket(before),
                 self.rank,
                 token,
                 self._timeout_seconds,
@@ -196,7 +225,7 @@ class Hub:
         if listener is not None:
             after = self.rank + 1
             self._connections[after] = accepted(
-                listener, everyone[after].process(after), token, self._timeout_seconds, self.peers
+                listener, everyone[after].on_socket(after), token, self._timeout_seconds, self.peers
             )
 
     def _verify(self) -> None:
@@ -244,8 +273,11 @@ class Hub:
         """
         num_bytes = pages(num_bytes)
         try:
-            memory, trouble = self._passed_on(
-                num_bytes, num_bytes if populated_bytes is None else populated_bytes
+            memory, trouble = attempt(
+                partial(
+                    self._passed_on, num_bytes, num_bytes if populated_bytes is None else populated_bytes
+                ),
+                raised=(OSError,),
             )
             troubles = [row.decode() for row in self.gather(trouble.encode())]
         except OSError as error:
@@ -257,35 +289,31 @@ class Hub:
         memory.release_file()
         return memory
 
-    def _passed_on(self, num_bytes: int, populated_bytes: int) -> tuple[SharedMemory | None, str]:
+    def _passed_on(self, num_bytes: int, populated_bytes: int) -> SharedMemory | None:
         """Map the memory that rank 0 creates, and pass its descriptor to the next rank.
 
-        Returns:
-            The memory (None if it could not be mapped), and the text of the error ("" if there was none).
+        Return the memory. Return None if rank 0 could not create it.
         """
         before, after = self._neighbours()
         memory: SharedMemory | None = None
-        try:
-            if before is None:
-                try:
-                    memory = SharedMemory.create(num_bytes)
-                finally:
-                    if after is not None:
-                        send_file(after, None if memory is None else memory.file_descriptor)
-            else:
-                descriptor = receive_file(before)
+        if before is None:
+            try:
+                memory = SharedMemory.create(num_bytes)
+            finally:
                 if after is not None:
-                    send_file(after, descriptor)
-                if descriptor is not None:
-                    memory = SharedMemory(descriptor, num_bytes)
-            if memory is not None:
-                # Each rank makes its own part of the pages, on its own NUMA node.
-                each = populated_bytes // self.size
-                last = self.rank == self.size - 1
-                memory.populate(self.rank * each, populated_bytes if last else (self.rank + 1) * each)
-        except SynclineError as error:
-            return memory, str(error)
-        return memory, ""
+                    send_file(after, None if memory is None else memory.file_descriptor)
+        else:
+            descriptor = receive_file(before)
+            if after is not None:
+                send_file(after, descriptor)
+            if descriptor is not None:
+                memory = SharedMemory(descriptor, num_bytes)
+        if memory is not None:
+            # Each rank makes its own part of the pages, on its own NUMA node.
+            each = populated_bytes // self.size
+            last = self.rank == self.size - 1
+            memory.populate(self.rank * each, populated_bytes if last else (self.rank + 1) * each)
+        return memory
 
     def close(self) -> None:
         """Close this rank's connections to the other ranks."""
@@ -319,8 +347,8 @@ def _check_ability(everyone: list[_Presence]) -> None:
     """Raise `SharedMemoryUnavailable` if the descriptions of the ranks show that they cannot share memory."""
     first = everyone[0]
     reasons = [f"rank {rank}: {presence.unable}" for rank, presence in enumerate(everyone) if presence.unable]
-    if len(everyone) > MAX_RANKS:
-        reasons.append(f"there are {len(everyone)} ranks, but at most {MAX_RANKS} ranks can share memory")
+    if len(everyone) > _MAX_RANKS:
+        reasons.append(f"there are {len(everyone)} ranks, but at most {_MAX_RANKS} ranks can share memory")
     others = [rank for rank, presence in enumerate(everyone) if presence.host != first.host]
     if others:
         reasons.append(f"{describe_ranks(others)} run on another host (or in another container) than rank 0")

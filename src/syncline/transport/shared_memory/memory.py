@@ -146,7 +146,8 @@ class SharedMemory:
 
     def __init__(self, file_descriptor: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._file_descriptor = file_descriptor
+        self.file_descriptor = file_descriptor
+        """The descriptor of the memfd, which can be sent to another process. It is -1 once it is closed."""
         self._is_own = False
         """Whether this process has created the memfd, and has checked that there is enough memory."""
         protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -186,11 +187,6 @@ class SharedMemory:
         memory._is_own = True
         return memory
 
-    @property
-    def file_descriptor(self) -> int:
-        """The descriptor of the memfd, which can be sent to another process. It is -1 once it is closed."""
-        return self._file_descriptor
-
     def populate(self, from_: int, to: int) -> None:
         """Allocate the pages between two offsets in bytes, on the NUMA node of this process.
 
@@ -208,7 +204,7 @@ class SharedMemory:
             except (
                 OSError
             ):  # either Linux is older than 5.14, or memory is short: `posix_fallocate` raises only then
-                os.posix_fallocate(self._file_descriptor, from_, to - from_)
+                os.posix_fallocate(self.file_descriptor, from_, to - from_)
         except OSError as error:
             raise SynclineError(
                 f"this process could not allocate {(to - from_) / 1e6:.1f} MB of shared memory: {error.strerror}"
@@ -220,7 +216,7 @@ class SharedMemory:
 
     def release_file(self) -> None:
         """Close the descriptor of the memfd. The mapping remains usable."""
-        descriptor, self._file_descriptor = self._file_descriptor, -1
+        descriptor, self.file_descriptor = self.file_descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import secrets
-import select
 import socket
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import zip_longest
 from typing import NamedTuple
 
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
@@ -28,42 +24,17 @@ from syncline.words import describe_ranks, end_of_processes
 class Peers:
     """A watcher of the processes of the other ranks, which reports the processes that have ended.
 
-    A process is identified by its number (pid) and its start time, because the kernel can reuse the number. If `/proc`
-    does not show the start time, an open process descriptor (pidfd) identifies the process instead.
-
     Args:
-        pids: the process numbers of all ranks, in rank order.
+        processes: the processes of all ranks, in rank order.
         rank: this rank, whose own process is not watched.
-        starts: the start times of the processes, as in `RankProcess`, which this rank then does not have to read. None
-            stands for an unknown one.
-
-    Raises:
-        OSError: `/proc` does not show a process, and the process descriptor could not be opened: the process has ended,
-            or the kernel has no process descriptors.
     """
 
-    def __init__(self, pids: Sequence[int], rank: int, starts: Sequence[int | None] = ()) -> None:
-        self.pids = list(pids)
-        self.pause_seconds = min(0.05, 0.002 + 0.001 * len(pids))
+    def __init__(self, processes: Sequence[RankProcess], rank: int) -> None:
+        self.processes = dict(enumerate(processes))
+        """The processes of all ranks, by rank."""
+        self.pause_seconds = min(0.05, 0.002 + 0.001 * len(processes))
         """How long a wait sleeps between two calls of `gone`."""
-        self.processes: dict[int, RankProcess] = {}
-        """The processes of the other ranks, by rank, without those that only a descriptor identifies."""
-        self._rank_of: dict[int, int] = {}
-        own = RankProcess.own()
-        try:
-            for peer, (pid, start) in enumerate(zip_longest(pids, starts)):
-                if peer == rank:
-                    continue
-                process = None if own is None or start is None else replace(own, pid=pid, started=start)
-                process = process or RankProcess.here(pid)
-                if process is None:
-                    self._rank_of[os.pidfd_open(pid)] = peer
-                else:
-                    self.processes[peer] = process
-        except BaseException:
-            self.close()
-            raise
-        self._turns = itertools.cycle(_turns(rank, [*self.processes]))
+        self._turns = itertools.cycle(_turns(rank, len(processes)))
 
     def gone(self) -> list[int]:
         """Return ranks whose processes have ended. Several threads can call this method at the same time.
@@ -72,27 +43,7 @@ class Peers:
         ones. So as long as all wait, each process is looked at by some rank at any time, and the cost of a look does
         not grow with the number of ranks.
         """
-        turn = next(self._turns)
-        processes = self.processes
-        gone = [peer for peer in turn if peer in processes and processes[peer].has_ended()]
-        rank_of = self._rank_of
-        if rank_of:
-            poll = select.poll()  # a new object per call, because two threads cannot use one at once
-            for descriptor in rank_of:
-                poll.register(descriptor, select.POLLIN)
-            gone += [rank_of[descriptor] for descriptor, events in poll.poll(0) if events & select.POLLIN]
-        return sorted(gone)
-
-    def close(self) -> None:
-        """Stop watching the processes, and close the process descriptors."""
-        self.processes = {}
-        rank_of, self._rank_of = self._rank_of, {}
-        for descriptor in rank_of:
-            os.close(descriptor)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):
-            self.close()
+        return sorted(peer for peer in next(self._turns) if self.processes[peer].has_ended())
 
 
 def failed_connection(what: str, lost: Sequence[int], error: OSError | None = None) -> SynclineError:
@@ -116,18 +67,18 @@ _LOOKS = 256
 """How many processes all ranks together look at in one round of calls of `Peers.gone`, if there are many ranks."""
 
 
-def _turns(rank: int, peers: Sequence[int]) -> list[list[int]]:
+def _turns(rank: int, size: int) -> list[list[int]]:
     """Divide the other ranks into turns: those that `Peers.gone` looks at in one call, in the next call, and so on.
 
     Examples:
-        >>> _turns(1, [0, 2, 3])
+        >>> _turns(1, 4)
         [[2, 3, 0]]
-        >>> _turns(90, [*range(90), *range(91, 100)])[:2]
+        >>> _turns(90, 100)[:2]
         [[91, 92], [93, 94]]
     """
-    ordered = [*(peer for peer in peers if peer > rank), *(peer for peer in peers if peer < rank)]
-    each = max(2, _LOOKS // (len(peers) + 1)) if len(peers) > _FEW_PEERS else len(peers)
-    return [ordered[begin : begin + each] for begin in range(0, len(ordered), max(1, each))] or [[]]
+    others = [(rank + distance) % size for distance in range(1, size)]
+    each = max(2, _LOOKS // size) if len(others) > _FEW_PEERS else max(1, len(others))
+    return [others[begin : begin + each] for begin in range(0, len(others), each)] or [[]]
 
 
 _FEW_PEERS = 16

@@ -17,30 +17,33 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from syncline.errors import SynclineError
 from syncline.liveness.board import MAIN_LANE, Board
+from syncline.liveness.calls import Call, Failure
+from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.health import Health, Lane
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.c10d import C10dTransport
-from syncline.transport.shared_memory.core import library
 from syncline.transport.shared_memory.engine import (
     IN_PLACE_BYTES,
     Engine,
     EngineLane,
     Kind,
     LaneSizes,
+    Outcome,
     Regions,
+    call_of,
     code_of,
     core_numel,
     reduction_codes,
 )
-from syncline.transport.shared_memory.hub import Exchange, Hub, pages, store_exchange
+from syncline.transport.shared_memory.hub import Exchange, Hub, library, pages, store_exchange
 from syncline.transport.shared_memory.medium import MemoryMedium
 from syncline.transport.shared_memory.memory import SharedMemory
-from syncline.transport.shared_memory.work import SharedMemoryWork
 from syncline.transport.threads import transport_of_one_rank
-from syncline.transport.watched import WatchedTransport, health_of_group
-from syncline.transport.work import DONE, Work
+from syncline.transport.watched import WatchedTransport, WatchedWork
+from syncline.transport.work import DONE, Disagreement, Work
 
 _ALL_REDUCE = reduction_codes(Kind.ALL_REDUCE)
 
@@ -85,7 +88,8 @@ class SharedMemoryTransport(WatchedTransport):
         self.peers = hub.peers
         self.regions = Regions(hub)
         self._region_of = self.regions.of  # each reduction looks its tensor up here
-        self._numbers = range(hub.size) if numbers is None else numbers
+        self.numbers = range(hub.size) if numbers is None else numbers
+        """For each rank, the number by which errors name it."""
         self._hub = hub
         self._beneath = beneath
         self._store = store
@@ -104,7 +108,7 @@ class SharedMemoryTransport(WatchedTransport):
         engine, rank = self.engine, health.rank  # the health must not refer to its transport
         self._abort_core = lambda failure: engine.abort(failure.to_json(rank))
         health.on_failure.append(self._abort_core)
-        if numbers is None and health.notices is not None:
+        if numbers is None:
             health.exchange_notices(MemoryMedium(engine, notices_at), hub.peers.processes)
 
     def _open(self, memory: SharedMemory, sizes: LaneSizes, begin: int = 0) -> None:
@@ -171,7 +175,7 @@ class SharedMemoryTransport(WatchedTransport):
             timeout_seconds=timeout_seconds,
         )
         own_lane = Lane(MAIN_LANE, None)
-        health = health_of_group(
+        health = Health(
             own_lane,
             board,
             rank=rank,
@@ -183,12 +187,8 @@ class SharedMemoryTransport(WatchedTransport):
 
     @property
     def name(self) -> str:
-        others = {} if self._beneath is None else self._beneath.other_devices
-        if not others:
-            return "shared memory"
-        return ", ".join(
-            ["shared memory (cpu)", *(f"{name} ({device})" for device, name in sorted(others.items()))]
-        )
+        others = [] if self._beneath is None else self._beneath.other_devices
+        return ", ".join(["shared memory (cpu)", *others]) if others else "shared memory"
 
     @property
     def group(self) -> Any:
@@ -263,7 +263,7 @@ class SharedMemoryTransport(WatchedTransport):
             return self._transport_beneath(tensor)._start_broadcast(tensor, src)
         code, address = code_of(Kind.BROADCAST, tensor.dtype, peer=src), tensor.data_ptr()
         arguments = (code, address, address, tensor.numel(), 0)
-        detail = f"from rank {self._numbers[src]}"
+        detail = f"from rank {self.numbers[src]}"
         return self._begin("broadcast", detail, (tensor,), self._start_native, *arguments)
 
     def _start_send(self, tensor: Tensor, dst: int, terms: int = 0) -> Work:
@@ -271,7 +271,7 @@ class SharedMemoryTransport(WatchedTransport):
             return self._transport_beneath(tensor)._start_send(tensor, dst, terms)
         code = code_of(Kind.SEND, tensor.dtype, peer=dst, terms=terms)
         arguments = (code, tensor.data_ptr(), 0, tensor.numel(), 0)
-        queue, detail = self.engine_lane.queue_of_sends(dst), f"to rank {self._numbers[dst]}"
+        queue, detail = self.engine_lane.queue_of_sends(dst), f"to rank {self.numbers[dst]}"
         return self._begin("send", detail, (tensor,), self._start_native, *arguments, queue=queue, peer=dst)
 
     def _start_recv(self, tensor: Tensor, src: int, terms: int = 0) -> Work:
@@ -279,7 +279,7 @@ class SharedMemoryTransport(WatchedTransport):
             return self._transport_beneath(tensor)._start_recv(tensor, src, terms)
         code = code_of(Kind.RECV, tensor.dtype, peer=src, terms=terms)
         arguments = (code, 0, tensor.data_ptr(), tensor.numel(), 0)
-        queue, detail = self.engine_lane.queue_of_receives(src), f"from rank {self._numbers[src]}"
+        queue, detail = self.engine_lane.queue_of_receives(src), f"from rank {self.numbers[src]}"
         return self._begin("recv", detail, (tensor,), self._start_native, *arguments, queue=queue, peer=src)
 
     def _start_barrier(self) -> Work:
@@ -318,7 +318,7 @@ class SharedMemoryTransport(WatchedTransport):
             )
         self.engine_lane.keep(queue, ticket, tensors)
         work = SharedMemoryWork(self, operation, detail, tensors[0] if tensors else None)
-        work.enter(self.engine_lane, self.peers, self._numbers, queue, ticket, peer)
+        work.enter(self, queue, ticket, peer)
         return work
 
     def _transport_beneath(self, tensor: Tensor) -> C10dTransport:
@@ -407,3 +407,131 @@ class SharedMemoryTransport(WatchedTransport):
         if self._abort_core in self.health.on_failure:
             self.health.on_failure.remove(self._abort_core)
         self._hub.close()
+
+
+# ---------------------------------------------------------------------- works
+
+
+_POLLS_PER_CHECK = 1000
+"""The number of calls of `is_completed` after which a work checks whether the processes of the peers still exist."""
+
+_PAUSE_IN_LONG_WAITS_SECONDS = 0.02
+"""The time between two looks at the processes of the peers, if an operation has been under way for long.
+
+It is shorter than the time after which connections of an ended process close (see `c10d_work.py`), so that a rank of
+its host, which can name it, is still the first to report it.
+"""
+
+_PART_OF_WAIT = 1 / 8
+"""The longest time between two looks, as a part of the time for which the operation has been under way."""
+
+
+class SharedMemoryWork(WatchedWork):
+    """The work of an operation in shared memory that was not complete when its call returned."""
+
+    __slots__ = (
+        "_engine_lane",
+        "_num_polls",
+        "_numbers",
+        "_peer",
+        "_peers",
+        "_queue",
+        "_ticket",
+    )
+
+    def enter(self, transport: SharedMemoryTransport, queue: int, ticket: int, peer: int | None) -> None:
+        """Set the operation of the native core that this work represents.
+
+        Args:
+            transport: the lane on which the operation was started.
+            queue: the number by which the core knows the queue of the operation.
+            ticket: the number by which the core knows the operation.
+            peer: the other rank of a message. Pass None for a collective.
+        """
+        self._engine_lane = transport.engine_lane
+        self._peers = transport.peers
+        self._numbers = transport.numbers
+        self._queue = queue
+        self._ticket = ticket  # 0 once the operation is done
+        self._peer = peer
+        self._num_polls = 0
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        if self._ticket:
+            self._wait_in_slices(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
+
+    def is_completed(self) -> bool:
+        if not self._ticket:
+            return True
+        outcome = library().poll(self._engine_lane.handle, self._queue, self._ticket)
+        if outcome == Outcome.DONE:
+            self._end()
+        elif outcome == Outcome.PENDING:  # callers that only poll must detect a lost peer as well
+            self._num_polls = (self._num_polls + 1) % _POLLS_PER_CHECK
+            return self._num_polls == 0 and bool(self._peers.gone())
+        return True
+
+    def _end(self) -> None:
+        self._engine_lane.under_way.pop((self._queue, self._ticket), None)
+        self._ticket = 0
+
+    def _ends_within(self, seconds: float) -> bool:
+        wait, handle, queue, ticket = library().wait, self._engine_lane.handle, self._queue, self._ticket
+        patience = min(self.elapsed_seconds() * _PART_OF_WAIT, _PAUSE_IN_LONG_WAITS_SECONDS)
+        pause = max(self._peers.pause_seconds, patience)
+        while seconds > 0:
+            outcome = wait(handle, queue, ticket, int(min(seconds, pause) * 1e9))
+            if outcome != Outcome.PENDING:
+                return self._ended(outcome)
+            is_broken = self._health.failure is not None
+            gone = () if is_broken else self._peers.gone()
+            if is_broken or gone:
+                if self._has_succeeded():  # the peer completed this operation before it ended
+                    return True
+                raise self._health.error() if is_broken else self._lost(gone)
+            seconds -= pause
+        return False
+
+    def _has_succeeded(self) -> bool:
+        if library().wait(self._engine_lane.handle, self._queue, self._ticket, 0) == Outcome.DONE:
+            self._end()
+        return not self._ticket
+
+    def _lost(self, gone: Sequence[int]) -> SynclineError:
+        outcome = library().poll(self._engine_lane.handle, self._queue, self._ticket)
+        if outcome in (Outcome.ABORTED, Outcome.MISMATCH):  # another rank has reported the cause already
+            return self._ended_by(outcome)
+        return FailedWait(self._health, self).lost([self._numbers[rank] for rank in gone])
+
+    def _ended(self, outcome: int) -> bool:
+        if outcome not in (Outcome.DONE, Outcome.DISAGREED):
+            raise self._ended_by(outcome)
+        self._end()
+        if outcome == Outcome.DISAGREED:
+            raise Disagreement(
+                f"{self}: the ranks made different calls, or named different roots. Make the same call on all ranks"
+            )
+        return True
+
+    def _ended_by(self, outcome: int) -> SynclineError:
+        health = self._health
+        if health.failure is not None:
+            return health.error()
+        if outcome == Outcome.ABORTED:
+            return health.adopted(Failure.from_json(self._engine_lane.engine.abort_text() or ""))
+        return FailedWait(health, self).mismatched(self._calls())
+
+    def _calls(self) -> dict[int, Call]:
+        """Return the calls of the ranks at the place where they do not match.
+
+        The result maps the number of each rank (for a message: only of this rank and its peer) to the rank's call.
+        """
+        called, peer = self._engine_lane.called(), self._peer
+        engine = self._engine_lane.engine
+        ranks = range(engine.size) if peer is None else (engine.rank, peer)
+        numbers = [self._numbers[rank] for rank in ranks]
+        others = [None] * engine.size if peer is None else numbers[::-1]
+        return {
+            number: call_of(code, numel, size=engine.size, peer=other)
+            for number, (code, numel), other in zip(numbers, called, others, strict=True)
+        }
