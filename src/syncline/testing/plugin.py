@@ -66,11 +66,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         timeout_seconds=timeout_seconds,
         warning_filters=_warning_filters(pyfuncitem),
     )
-    stash = pyfuncitem.config.stash
-    if _POOL not in stash:
-        stash[_POOL] = RankPool()
-    _judge(stash[_POOL].run(size, task, killed))
+    _judge(_pool_of(pyfuncitem.config).run(size, task, killed))
     return True
+
+
+def _pool_of(config: pytest.Config) -> RankPool:
+    if _POOL not in config.stash:
+        config.stash[_POOL] = RankPool()
+    return config.stash[_POOL]
 
 
 def _read(n: int, timeout: float = 60.0, killed: Collection[int] = ()) -> tuple[int, float, frozenset[int]]:
