@@ -142,6 +142,15 @@ def test_pages_fit_phone_tablet_and_desk(site: Path, address: str, browser: Any)
     assert [url for url in asked if not url.startswith(address)] == []  # nothing comes from another site
 
 
+@needs_browser
+@pytest.mark.nightly  # it trains
+def test_the_pictures_of_the_first_page_are_made(tmp_path: Path) -> None:
+    made = hangs.run([sys.executable, str(ROOT / "docs" / "pictures" / "make.py"), str(tmp_path)])
+    assert made.returncode == 0, made.stderr
+    for name in ("contract.svg", "timeline.svg", "report-light.png", "report-dark.png"):
+        assert (tmp_path / name).stat().st_size > 1000, name
+
+
 QUESTIONS = {
     "guides/torch-errors/": [
         "OOM",
