@@ -28,7 +28,7 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
 TEST_FRAMEWORKS ?= tests/frameworks
 NIGHTLY ?= not nightly
 
-.PHONY: help setup train test test-all goldens ratchet test-timing test-nightly test-gpu test-torch test-frameworks docs docs-serve wheels soak failure-matrix fuzz check \
+.PHONY: help setup train test test-all goldens ratchet pictures test-timing test-nightly test-gpu test-torch test-frameworks docs docs-serve wheels soak failure-matrix fuzz check \
 	format bench bench-baseline bench-compare clean
 
 help: ## list the targets
@@ -114,6 +114,10 @@ docs docs-serve: export NO_MKDOCS_2_WARNING = 1
 docs: $(STAMP) ## build the documentation site into site/
 	$(BIN)/mkdocs build --strict
 	@echo "site/index.html, $$(find site -name '*.html' | wc -l) pages; make docs-serve shows them"
+
+pictures: $(STAMP) ## make the pictures of the first page anew; look at what git shows of them
+	$(BIN)/python examples/example_data.py
+	$(BIN)/python docs/pictures/make.py
 
 docs-serve: $(STAMP) ## show the site on http://127.0.0.1:8000, and follow what you write
 	$(BIN)/mkdocs serve

@@ -41,11 +41,9 @@ def train(
     held_out = DataLoader(make_data(501, seed=2), batch_size=64)
 
     # Accelerate sets the device, mixed precision and compilation. With `evaluation_mode` it adds no wrapper of its own.
-    # --8<-- [start:wrap]
     model = accelerator.prepare_model(model, evaluation_mode=True)
     ddp = sl.DistributedDataParallel(model)
     optimizer, loader, held_out = accelerator.prepare(ddp.attach(optimizer), loader, held_out)
-    # --8<-- [end:wrap]
     if resume_from is not None:
         accelerator.load_state(str(resume_from))
 

@@ -223,8 +223,9 @@ def dead_links(path: Path) -> list[str]:
     for target in re.findall(r"\]\((?![a-z]+:)([^)\s]+)", text):
         name, _, anchor = target.partition("#")
         other = path.parent / name if name else path
-        from_code = anchor.startswith("syncline.")  # the site makes it; test_site.py follows it
-        if not other.exists() or (anchor and not from_code and anchor not in anchors_of(other.read_text())):
+        # The site makes the anchors of code, which test_site.py follows, and chooses pictures by the mode.
+        is_heading = other.suffix == ".md" and anchor and not anchor.startswith("syncline.")
+        if not other.exists() or (is_heading and anchor not in anchors_of(other.read_text())):
             found.append(f"{path.name} links to {target}")
     return found
 
@@ -268,6 +269,16 @@ def test_the_reference_has_the_help_of_every_command(capsys: pytest.CaptureFixtu
     for command in ("run", "bench", "doctor"):
         main([command, "--help"])
         assert f"$ syncline {command} --help\n{capsys.readouterr().out.rstrip()}\n```" in page, command
+
+
+def test_the_glossary_has_the_words_of_the_contract() -> None:
+    page = (ROOT / "docs" / "reference" / "glossary.md").read_text()
+    terms = re.findall(r"^\| \*\*(.+?)\*\* \|", page, re.M)
+    assert terms == sorted(set(terms), key=str.lower)
+    check = syncline.ReplicaCheck(every=2)
+    contract = syncline.DistributedDataParallel(torch.nn.Linear(2, 1), replica_check=check).contract
+    columns = {name.replace("_", " ") for name in type(contract.rows[0]).__dataclass_fields__}
+    assert columns | {row.what for row in contract.rows} <= set(terms)
 
 
 def test_the_reference_has_every_variable_that_is_read() -> None:

@@ -8,7 +8,6 @@ import http.server
 import itertools
 import json
 import os
-import re
 import shutil
 import sys
 import threading
@@ -143,36 +142,79 @@ def test_pages_fit_phone_tablet_and_desk(site: Path, address: str, browser: Any)
     assert [url for url in asked if not url.startswith(address)] == []  # nothing comes from another site
 
 
+@needs_browser
+@pytest.mark.nightly  # it trains
+def test_the_pictures_of_the_first_page_are_made(tmp_path: Path) -> None:
+    made = hangs.run([sys.executable, str(ROOT / "docs" / "pictures" / "make.py"), str(tmp_path)])
+    assert made.returncode == 0, made.stderr
+    for name in ("contract.svg", "timeline.svg", "report-light.png", "report-dark.png"):
+        assert (tmp_path / name).stat().st_size > 1000, name
+
+
 QUESTIONS = {
-    "when are gradients synchronized": "answers/gradients/",
-    "is the loss averaged": "answers/loss/",
-    "how are buffers synchronized": "answers/buffers/",
-    "broadcast parameters on demand": "answers/without-a-backward/|guides/verbs/",
-    "sync gradients without another batch": "answers/without-a-backward/|guides/verbs/",
-    "which parameters were unused": "answers/|answers/gradients/|guides/troubleshooting/",
-    "uneven inputs hang": "answers/data-and-samplers/|guides/troubleshooting/|reference/errors/",
-    "average over tokens unequal batches": "answers/gradients/|answers/loss/|guides/accumulate/",
-    "evaluation without duplicated samples": "guides/evaluation/|answers/data-and-samplers/",
-    "forgot set_epoch": "answers/data-and-samplers/",
-    "ignore parameters by pattern": "answers/parameters/",
-    "recover from a lost rank": "answers/failures/|guides/lost-ranks/",
-    "faster recovery": "answers/failures/|guides/lost-ranks/",
-    "change the group while training": "answers/failures/|guides/lost-ranks/",
-    "abort when a peer is gone": "answers/failures/",
-    "which rank is missing": "answers/failures/|guides/troubleshooting/",
-    "fast CPU all_reduce on one host": "answers/memory-and-speed/",
-    "several ranks in one DiLoCo worker": "answers/without-a-backward/|guides/strategies/",
-    "why does my training hang": "guides/troubleshooting/|answers/failures/",
-    "module. prefix in checkpoint": "answers/parameters/|guides/checkpoints/",
-    "no second copy of all gradients": "answers/memory-and-speed/|guides/tuning/|guides/sharded/",
-    "resume in the middle of an epoch": "guides/checkpoints/|answers/data-and-samplers/",
-    "gather predictions of all ranks": "guides/evaluation/|answers/without-a-backward/|reference/api/verbs/",
-    "requeue slurm job": "guides/engines/|guides/checkpoints/",
-    "learning rate and batch size": "guides/batch-size-and-learning-rate/",
-    "notebook": "recipes/notebook/",
-    "ContractMismatch": "guides/troubleshooting/|reference/errors/",
+    "guides/torch-errors/": [
+        "OOM",
+        "CUDA out of memory",
+        "address already in use",
+        "Expected to have finished reduction in the prior iteration",
+        "marked ready twice",
+        "Connection closed by peer",
+        "unhandled system error",
+        "watchdog caught collective operation timeout",
+        "Timed out waiting 1800000ms for recv operation to complete",
+        "Parameter indices which did not receive grad",
+        "ChildFailedError",
+        "Default process group has not been initialized",
+    ],
+    "guides/troubleshooting/": ["hangs at the end", "why does my training hang", "training stuck"],
+    "guides/timeouts/": ["timeout"],
+    "guides/many-hosts/": ["multi node"],
+    "guides/engines/": ["torchrun", "slurm", "kubernetes", "requeue slurm job"],
+    "guides/evaluation/": ["evaluation on all ranks", "evaluation without duplicated samples", "inference"],
+    "guides/coming-from/": ["horovod", "deepspeed", "torchft"],
+    "guides/beside/": ["comparison with FSDP", "alternatives"],
+    "guides/move-from-torch/": ["migrate from DDP"],
+    "guides/accumulate/": ["gradient accumulation", "no_sync"],
+    "guides/mixed-precision/": ["mixed precision", "GradScaler", "bf16"],
+    "guides/reproducibility/": ["seed", "deterministic"],
+    "guides/checkpoints/": ["save model", "resume in the middle of an epoch"],
+    "guides/lost-ranks/": ["elastic", "fault tolerance", "recover from a lost rank"],
+    "guides/compression/": ["PowerSGD", "quantization"],
+    "guides/strategies/": ["local SGD", "DiLoCo"],
+    "guides/profiling/": ["profiler"],
+    "guides/batch-size-and-learning-rate/": ["learning rate and batch size"],
+    "recipes/notebook/": ["jupyter", "colab", "notebook"],
+    "recipes/early-stopping/": ["early stopping"],
+    "recipes/ema-and-swa/": ["EMA", "SWA"],
+    "recipes/lora/": ["LoRA", "PEFT"],
+    "recipes/streaming/": ["IterableDataset", "streaming dataset"],
+    "recipes/transformers/": ["huggingface trainer"],
+    "recipes/accelerate/": ["accelerate"],
+    "recipes/lightning/": ["pytorch lightning"],
+    "recipes/ray/": ["ray train"],
+    "recipes/tensorboard-and-wandb/": ["wandb", "tensorboard"],
+    "recipes/fsdp2-tensor-parallel-zero/": ["FSDP2", "tensor parallel"],
+    "answers/gradients/": ["find_unused_parameters slow", "when are gradients synchronized"],
+    "answers/buffers/": ["broadcast_buffers deprecated", "SyncBatchNorm", "how are buffers synchronized"],
+    "answers/loss/": ["is the loss averaged", "average loss across GPUs"],
+    "answers/data-and-samplers/": ["DistributedSampler", "forgot set_epoch", "uneven batches"],
+    "answers/memory-and-speed/": ["fast CPU all_reduce on one host", "slower than one GPU"],
+    "answers/parameters/": ["ignore parameters by pattern"],
+    "answers/failures/": ["which rank is missing", "abort when a peer is gone"],
+    "answers/without-a-backward/": ["sync gradients without another batch", "broadcast parameters on demand"],
+    "start/install/": ["windows", "macOS"],
+    "reference/cheat-sheet/": ["cheat sheet"],
+    "reference/glossary/": ["glossary"],
+    "reference/environment/": ["environment variables"],
 }
-"""What a user types, and how the address of a right page begins."""
+"""The address of a page, and what users type to find it. The page is the first that the search shows, unless a page of
+`ALSO` is. The front matter of a page has `tags` for words that it does not use much."""
+
+ALSO = {
+    "answers/without-a-backward/": ("guides/verbs/",),
+    "answers/failures/": ("guides/lost-ranks/", "guides/troubleshooting/"),
+    "guides/checkpoints/": ("answers/data-and-samplers/",),
+}
 
 
 def hits_of(page: Any, address: str, question: str) -> list[str]:
@@ -194,9 +236,9 @@ def hits_of(page: Any, address: str, question: str) -> list[str]:
 def test_search_answers_questions(address: str, browser: Any) -> None:
     page = browser.new_page()
     missed = {}
-    for question, right in QUESTIONS.items():
-        hits = hits_of(page, address, question)
-        if not any(re.fullmatch(right, hit) for hit in hits[:3]):
-            missed[question] = hits[:3]
+    for right, question in ((right, one) for right, all_of_it in QUESTIONS.items() for one in all_of_it):
+        first, *_ = hits_of(page, address, question)
+        if first not in (right, *ALSO.get(right, ())):
+            missed[question] = first
     page.close()
     assert missed == {}

@@ -220,3 +220,12 @@ def test_an_option_without_effect_is_refused(trace: Path, capsys: pytest.Capture
     for line in WITHOUT_EFFECT:
         message = refused(line.format(trace), capsys)
         assert any(option in message for option in line.split() if option.startswith("--")), line
+
+
+def test_the_examples_are_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "new" / "examples"
+    assert main(["examples", str(folder)]) == 0
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*.*")}
+    assert names >= {"mnist_cnn.py", "notebook.ipynb", "slurm/ranks.sbatch", "kubernetes/jobset.yaml"}
+    assert f"wrote {len(names) + 1} files into {folder}" in capsys.readouterr().out  # and Dockerfile
+    assert "has accelerate_train.py already" in refused(f"examples {folder}", capsys)

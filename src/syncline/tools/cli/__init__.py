@@ -1,6 +1,7 @@
 """The command line `syncline`. This module runs the command that the user names; commands that are alike share one.
 
 bench.py     `syncline bench`
+examples.py  `syncline examples`
 options.py   the parser class of all commands, and the options of `syncline run`
 output.py    messages, files that are written, and output that cannot be written
 plan.py      `syncline plan`, also with `--tune`
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from syncline.tools.cli import bench, plan, report, run, scripts
+from syncline.tools.cli import bench, examples, plan, report, run, scripts
 from syncline.tools.cli.options import UsageError, did_you_mean
 from syncline.tools.cli.output import EXIT_BROKEN_PIPE, Output, say
 from syncline.tools.launch.display import EXIT_OUTPUT_LOST
@@ -36,6 +37,7 @@ _COMMANDS = {
     "plan": plan.main,
     "bench": bench.main,
     "doctor": scripts.doctor,
+    "examples": examples.main,
 }
 
 _HELP = """\
@@ -52,6 +54,7 @@ commands
   plan      predict a step on a cluster for each way to synchronize, and recommend one
   bench     measure this machine: all_reduce by size, and a training step
   doctor    check this host, or find results that differ between two runs or ranks
+  examples  write the example programs of the documentation into a folder
 
 options
   -h, --help    show this text; syncline COMMAND --help shows the options of a command
