@@ -128,6 +128,6 @@ def test_an_exception_ends_ranks_that_are_forked_or_spawned(tmp_path: Path) -> N
     # torch shows the error of one rank, and ends the others: of rank 1, or of rank 0, which names rank 1 as lost.
     forked, spawned = re.split("^syncline_spawn ", done.stdout, flags=re.M)
     for shown in (forked, spawned):
-        assert "RuntimeError: no more on rank 1" in shown or re.search(r"Peer(Failed|Lost).*rank 1", shown, re.S), (
-            shown
-        )
+        assert "RuntimeError: no more on rank 1" in shown or re.search(
+            r"Peer(Failed|Lost).*rank 1", shown, re.S
+        ), shown
