@@ -45,7 +45,10 @@ def document_of(run: Run, machine: Machine) -> dict[str, Any]:
     return {
         "title": _title(run),
         "subtitle": _subtitle(run),
-        "findings": [asdict(one) for one in verdict_on(run, figures)],
+        "findings": [
+            {name: text for name, text in asdict(one).items() if name != "weight"}
+            for one in verdict_on(run, figures)
+        ],
         "num_steps": figures.num_steps,
         "facts": _facts(figures) if figures.num_steps else [],
         "parts": _parts(figures),
