@@ -160,11 +160,6 @@ def metadata_of(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
     return getattr(state_dict, _METADATA, None)
 
 
-def set_metadata(state_dict: Any, metadata: dict[str, Any]) -> None:
-    """Set the metadata of a state dict."""
-    setattr(state_dict, _METADATA, metadata)
-
-
 # ---------------------------------------------------------------------- torch's DistributedDataParallel
 
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
