@@ -601,6 +601,27 @@ def test_a_module_may_change_just_before_join() -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_rank_without_inputs_lacks_a_buffer_that_a_forward_adds(num_steps: int) -> None:
+    """torch's class sends the buffer nevertheless, and Gloo ends the process."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "mask"):
+                self.register_buffer("mask", torch.ones(6))
+            return self.norm(x) * self.mask
+
+    ddp = DDP(Masked())
+    with pytest.raises(sl.ContractMismatch, match="rank 1 against rank 0:\n  lacks  buffer mask"), ddp.join():
+        for step in range(num_steps * (1 - dist.get_rank())):
+            ddp(batch(step)).sum().backward()
+
+
+@pytest.mark.ranks(2)
 def test_join_can_end_all_ranks_with_the_first() -> None:
     ddp = DDP(Net())
     words = "Detected at least one rank" if dist.get_rank() else "Rank 0 exhausted all inputs"

@@ -131,6 +131,11 @@ class BufferSync:
         """The keys of all tables when `_places` was made."""
 
     @property
+    def are_sent(self) -> bool:
+        """Whether forwards synchronize buffers when this is due."""
+        return self.enabled and not self.are_local
+
+    @property
     def places(self) -> list[Place]:
         """The name of each buffer in the module, the dictionary that contains the buffer, and its key there."""
         keys = [*chain.from_iterable(table for _, table in self._tables)]
@@ -156,7 +161,7 @@ class BufferSync:
         due, self.due = self.due, next_is_due
         self.are_equal = False
         self._last = (False, "a buffer hook is registered")
-        return due and self.enabled and not self.are_local
+        return due and self.are_sent
 
     def before_forward(
         self, *, next_is_due: bool, src: int = 0, counts: bool = True, num_counting: int | None = None
@@ -209,7 +214,8 @@ class BufferSync:
         if len(tensors) != len(self._tensors) or any(map(operator.is_not, tensors, self._tensors)):
             self._refuse_tensors_of_transforms()
             self._tensors, self._broadcaster = tensors, None
-            self._agree_on_changes()
+            if self.were_replaced():
+                self.compare()
         if self.policy == "average":
             distinct = self.present()
             taking_part = {id(tensor) for tensor in distinct}
@@ -239,15 +245,18 @@ class BufferSync:
                     'that could be sent. Wrap the module with buffers="none", or transform ddp.module instead'
                 )
 
-    def _agree_on_changes(self) -> None:
-        """Check that replaced buffers have the same shapes and types on all ranks, and can be written.
+    def were_replaced(self) -> bool:
+        """Whether the buffers of this rank have other shapes or types than when the ranks compared them last."""
+        return _kinds(self._current()) != self._agreed_kinds
 
-        If a shape or type on this rank has changed, this is a collective call.
+    def compare(self) -> None:
+        """Check that the buffers have the same shapes and types on all ranks, and can be written. A collective call.
+
+        Raises:
+            ContractMismatch: the buffers differ between ranks.
+            SynclineError: a buffer cannot be written.
         """
-        kinds = _kinds(self._tensors)
-        if kinds == self._agreed_kinds:
-            return
-        self._agreed_kinds = kinds
+        self._agreed_kinds = _kinds(self._current())
         fault = None
         try:
             for name, buffer in self._named_current():
@@ -256,11 +265,11 @@ class BufferSync:
             fault = SynclineError(str(error))
         exchange(
             self._agreeing,
-            f"the buffers of {self._module_name}, some of which were replaced",
+            f"the buffers of {self._module_name}, some of which were added or replaced",
             describe_tensors(self._named_current(), kind="buffer", layout=False),
             fault=fault,
-            remedy="If a buffer is replaced by a buffer of another shape or type, all ranks must do so before the same "
-            "forward.",
+            remedy="All ranks must add a buffer, or replace it by one of another shape or type, before the same "
+            "forward. A buffer that each rank may have for itself is named in ignore= when the module is wrapped.",
         )
 
     def continues(self, former: BufferSync) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from syncline._torch.modules import leave_join, set_join_configs
-from syncline.buffers.policies import BufferSync
 from syncline.checks import checked_truth, suggests_arguments
 from syncline.ddp.config import checked_truths
 from syncline.ddp.replica import Replica
@@ -31,20 +30,6 @@ _NOT_WITH_SHARDS = "a rank without inputs would still have to step its shard, so
 
 _COUNT = "all_reduce of Join, which counts the ranks that have inputs"
 """The name of a collective of torch's `Join`. Errors about a rank that does not take part in it show this name."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Iteration:
-    """The facts about one iteration of the training loop. All are the same on all ranks, except `has_inputs`."""
-
-    synchronizes: bool
-    """Whether the backward of this iteration reduces gradients."""
-    buffers_from: int
-    """The rank whose buffers are broadcast: the highest rank that still has inputs; -1 if no rank has inputs."""
-    num_with_inputs: int
-    """Number of ranks that still have inputs."""
-    has_inputs: bool
-    """Whether this rank has inputs."""
 
 
 class _JoinBlock(Join):
@@ -78,31 +63,34 @@ class _JoinBlock(Join):
                 leave_join(joinable)
 
 
-def _agree_on_iteration(transport: Transport, *, has_inputs: bool, synchronizes: bool) -> _Iteration:
-    """Agree on the facts about the next iteration. A collective call, also for ranks without inputs.
+def _begin_iteration(replica: Replica, *, has_inputs: bool, synchronizes: bool) -> bool:
+    """Agree on the next iteration, and synchronize the buffers before its forward if this is due. A collective call.
 
-    The call runs one all_reduce of a tensor of shape (number of ranks + 1,).
+    Ranks without inputs take part, too. The ranks agree by one all_reduce of a tensor of shape (number of ranks + 2,).
+
+    Args:
+        replica: the replica of the wrapped module.
+        has_inputs: whether this rank has inputs.
+        synchronizes: whether the backward of this iteration reduces gradients on this rank.
+
+    Returns:
+        Whether the backward of this iteration reduces gradients on any rank.
     """
-    mine = torch.zeros(transport.size + 1, dtype=torch.int32, device=transport.control_device)
-    mine[transport.rank], mine[-1] = has_inputs, synchronizes
+    transport, buffers = replica.transport, replica.buffers
+    mine = torch.zeros(transport.size + 2, dtype=torch.int32, device=transport.control_device)
+    mine[transport.rank], mine[-2] = has_inputs, synchronizes
+    mine[-1] = buffers.are_sent and buffers.were_replaced()
     transport.all_reduce(mine, "sum").wait()
-    *with_inputs, any_synchronizes = mine.tolist()
-    return _Iteration(
-        synchronizes=bool(any_synchronizes),
-        buffers_from=max((rank for rank, has in enumerate(with_inputs) if has), default=-1),
-        num_with_inputs=sum(with_inputs),
-        has_inputs=has_inputs,
-    )
-
-
-def _sync_buffers(buffers: BufferSync, iteration: _Iteration) -> None:
-    """Synchronize the buffers before a forward of this iteration, if they have to be synchronized."""
+    *with_inputs, any_synchronizes, any_replaced = mine.tolist()
+    if any_replaced:
+        buffers.compare()
     buffers.before_forward(
-        next_is_due=iteration.synchronizes,
-        src=iteration.buffers_from,
-        counts=iteration.has_inputs,
-        num_counting=iteration.num_with_inputs,
+        next_is_due=bool(any_synchronizes),
+        src=max((rank for rank, has in enumerate(with_inputs) if has), default=-1),
+        counts=has_inputs,
+        num_counting=sum(with_inputs),
     )
+    return bool(any_synchronizes)
 
 
 class _ShadowHook(JoinHook):
@@ -120,9 +108,7 @@ class _ShadowHook(JoinHook):
 
     def main_hook(self) -> None:
         """Take part in the collectives that the other ranks run in one iteration."""
-        iteration = _agree_on_iteration(self._replica.transport, has_inputs=False, synchronizes=False)
-        _sync_buffers(self._replica.buffers, iteration)
-        if iteration.synchronizes:
+        if _begin_iteration(self._replica, has_inputs=False, synchronizes=False):
             with torch.no_grad():
                 self._replica.gradients.shadow()
 
@@ -203,8 +189,9 @@ class JoinMethods(TorchNames, Joinable):
         self._authoritative_rank = src
         replica = self._replica
         chosen = replace(replica.selection, buffers=tuple(replica.buffers.named_present()))
-        are_sent = replica.buffers.enabled and not replica.buffers.are_local
-        broadcast_values(chosen, replica.transport, src=src, buffers=are_sent)
+        if replica.buffers.are_sent:
+            replica.buffers.compare()  # a rank without inputs lacks what the forwards of the others have added
+        broadcast_values(chosen, replica.transport, src=src, buffers=replica.buffers.are_sent)
 
     def _joined_forward_begins(self, *, synchronizes: bool) -> None:
         """Prepare a forward inside of `join`, on a rank that has inputs. A collective call.
@@ -219,5 +206,4 @@ class JoinMethods(TorchNames, Joinable):
             CallOfTorch(watched, self.join_process_group, _COUNT, work).wait()
             if not self._divide_by_initial_world_size:
                 replica.gradients.controls.count_ranks(int(work.result()[0].item()))
-        iteration = _agree_on_iteration(replica.transport, has_inputs=True, synchronizes=synchronizes)
-        _sync_buffers(replica.buffers, iteration)
+        _begin_iteration(replica, has_inputs=True, synchronizes=synchronizes)

@@ -250,7 +250,7 @@ class TorchNames:
     def will_sync_module_buffers(self) -> bool:
         """Return whether the next forward synchronizes buffers."""
         replica = self._replica
-        return replica.buffers.due and replica.buffers.enabled and not replica.buffers.are_local
+        return replica.buffers.due and replica.buffers.are_sent
 
     def _set_static_graph(self) -> None:
         """Behave from now on as if `static_graph=True` had been given. Call this method before the first backward."""
