@@ -432,7 +432,7 @@ class Replica:
         self.buffers.due = True
 
     def abort_groups(self, reason: str) -> None:
-        """Let the ranks that average gradients with this rank in a group fail, because this rank stops."""
+        """Make the ranks of this rank's gradient group raise an error, because this rank stops."""
         if self._first_plan.workers is not None:
             self._gradient_lane.abort(reason)
 

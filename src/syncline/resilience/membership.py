@@ -9,7 +9,7 @@ generation and writes it into the store of the launcher, under the generation's 
 one proposal becomes the next generation, whichever processes propose. A process that is not in it can never send to the
 others again, because the new members connect to each other anew. It may come back as a newcomer, under another name.
 
-What a process observes, such as a lost connection, never decides who is a member. It only makes a process stop and
+Observations of a process, such as a lost connection, never decide the membership. They only make a process stop and
 report. A report that comes after the decision changes nothing.
 
 [Note: the step of a generation]
