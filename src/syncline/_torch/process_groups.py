@@ -342,7 +342,7 @@ class _Maker:
                 gather.check_processes()
                 time.sleep(_MAX_PAUSE_SECONDS)
             raise connecting.failure
-        if connecting.group is None:  # a rank has found no address, because Gloo failed there or uses other keys
+        if connecting.group is None:  # a rank found no address: its Gloo failed, or uses other keys
             return make(store, rank, size)
         return connecting.group
 

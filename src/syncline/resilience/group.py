@@ -242,7 +242,7 @@ class Group:
             register.report(current.generation + 1, report)
             if member.name in current.members:
                 register.stop_others(current.generation + 1)
-            while member.membership is current:  # a process without the state may wait for several
+            while member.membership is current:  # without the state, it may wait for several generations
                 observed = register.observe(current)
                 action = member.look(observed, now=time.monotonic())
                 if isinstance(action, Adopt):

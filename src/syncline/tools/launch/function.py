@@ -334,7 +334,7 @@ class FunctionRanks:
         threading.Thread(target=run, name="syncline-launch", daemon=True).start()
         try:
             started.wait()
-        except BaseException:  # Ctrl-C: a process that starts later would be left
+        except BaseException:  # Ctrl-C, for example: a process that starts later would not be ended
             started.wait()
             raise
         finally:

@@ -143,7 +143,7 @@ class Machine:
 
 
 def _nearest(known: Mapping[int, object], num_ranks: int) -> int:
-    """Return the largest measured number of ranks that is not larger than this one; the smallest if there is none."""
+    """Return the largest measured number of ranks up to `num_ranks`, or else the smallest measured one."""
     smaller = [num for num in known if num <= num_ranks]
     return max(smaller) if smaller else min(known)
 
