@@ -14,10 +14,12 @@ report. A report that comes after the decision changes nothing.
 
 [Note: the step of a generation]
 
+This module calls each commit that `steps.py` counts a step.
+
 A step is committed when the optimizer steps, after the gradients of all members have arrived. If a member is lost at
-this moment, some members may have committed the step and others not. A process can be at most one step behind, because
-it takes part in every step. The next generation begins after the last step that any of its members has committed.
-Members that are behind this step load the state of a member that has committed it.
+this moment, some members may have committed the step and others not. A process is at most one step behind, because it
+takes part in every step, unless replicas drift under a strategy. The next generation begins after the last step that
+any of its members has committed. Members that are behind this step load the state of a member that has committed it.
 
 A step that only lost processes have committed is run again by the others. No trace of it remains, not even in a saved
 state: a save is collective, so it happens only after all members have committed the step.

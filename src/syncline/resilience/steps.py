@@ -55,7 +55,7 @@ class Step:
         self.discarded: list[str] = []
         """The reasons why earlier attempts were discarded."""
         self.is_committed = False
-        """Whether the step is committed. The other members have made it, too."""
+        """Whether the step is committed. Unless replicas drift, the other members have made it, too."""
         self.num_samples: int | None = None
         """The number of samples that this rank has used in this attempt; `next_batch` counts them."""
         self.loss: Exception | None = None
