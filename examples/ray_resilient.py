@@ -1,6 +1,6 @@
 """Train on Ray actors. If one is lost, the others train on, and a new actor joins them.
 
-Each actor is a rank. The driver holds the store, through which the actors agree on who trains together.
+Each actor is a rank. The driver holds the store, through which the actors agree on membership.
 
 pip install ray
 python examples/ray_resilient.py

@@ -30,7 +30,7 @@ class _Position(NamedTuple):
     """Samples that come first from here on, because they were dealt to ranks that were lost."""
 
     def after(self, num_samples: int) -> _Position:
-        """Return the position after so many further samples of all ranks."""
+        """Return the position after `num_samples` further samples of all ranks."""
         return _Position(self.epoch, self.used + num_samples, self.again[num_samples:])
 
 
@@ -105,15 +105,15 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         self.pad = pad
         self._next_epoch = 0
         self._begun = _Position(0, 0)
-        """Where this iteration began."""
+        """The position at which this iteration began."""
         self._used = 0
         """The number of samples that this rank has used since this iteration began."""
         self._resumed: _Position | None = None
         """The position that was loaded, until an iteration begins there."""
         self._places: tuple[int, ...] = (rank,)
-        """The ranks, out of `num_replicas`, whose samples this rank uses. `sl.steps` gives it those of lost ranks."""
+        """The ranks, out of `num_replicas`, whose samples this rank uses. `sl.steps` adds those of lost ranks."""
         self._deal = _Position(0, 0)
-        """Where the samples were last dealt to these ranks."""
+        """The position from which the samples were last dealt to these ranks."""
         self.when_resumed: Callable[[], object] | None = None
         """A function that is called once, when an iteration resumes at a loaded position within an epoch."""
         self._count_samples()
@@ -168,7 +168,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         return order
 
     def _dealt(self, position: _Position) -> list[int]:
-        """Return the indices that all ranks deal among them, from a position on. The last ones are not padded."""
+        """Return the indices that are divided among all ranks, from a position on, without padding."""
         epoch, already, again = position
         return [*again, *self._ordered(epoch)[already + len(again) : self._end(already)]]
 
@@ -282,12 +282,12 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         return (self._resumed.epoch, 0) if self._resumed is not None else (self._begun.epoch, self._used)
 
     def _place_after(self, used: Mapping[int, tuple[int, int]]) -> dict[str, Any]:
-        """Return the position at which ranks go on that have used unequal numbers of samples.
+        """Return the position at which ranks continue after they have used unequal numbers of samples.
 
-        The samples before this position that no rank has used come first. Each rank uses only its own place.
+        It lists the unused samples before it, which come first. Each rank must have used only its own samples.
 
         Args:
-            used: for each rank, what `_where` returned there. A rank without an entry has used none of its samples.
+            used: the result of `_where` on each rank. A rank without an entry has used none of its samples.
         """
         now = max(epoch for epoch, _ in used.values())
         again: list[int] = []
@@ -307,7 +307,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         return self._state_at(_Position(now, begun.used + end - len(again), tuple(again)))
 
     def _deal_to(self, num_replicas: int, places: Sequence[int]) -> None:
-        """Divide the samples that are left in the epoch among another number of ranks, from the next iteration on.
+        """Divide the remaining samples of the epoch among another number of ranks, from the next iteration on.
 
         All samples that were used must have been counted by `advance`, on all ranks.
 
@@ -321,7 +321,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         self._deal_from(self.state_dict(), num_replicas, places)
 
     def _deal_from(self, place: Mapping[str, Any], num_replicas: int, places: Sequence[int]) -> None:
-        """Divide the samples that are left from a position on; see `_deal_to`."""
+        """Divide the samples from a position on; see `_deal_to`."""
         if len(places) > 1 and not self.pad:
             raise ValueError(
                 "expected a sampler with pad=True, got pad=False, with which one rank cannot use the samples of two, "

@@ -303,7 +303,7 @@ def _parse_slurm(given: _Variables, size: int) -> Environment:
             "SLURM_STEP_NODELIST is not set, although srun started this process (SLURM_PROCID is set). Pass all "
             "variables to the tasks (srun --export=ALL), or set MASTER_ADDR to the first host"
         )
-    # With one host, nobody else needs to connect, and the name of a node need not be a host name.
+    # With one host, no other host connects, and the name of a node need not be a host name.
     address = first_host(nodes) if re.search(r"[\[,]", nodes) else _LOOPBACK
     place = given.place(_SRUN, size, _slurm_local_size(given, size), address, port)
     return replace(place, generation=given.number("SLURM_RESTART_COUNT", default=0))

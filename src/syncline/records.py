@@ -64,7 +64,7 @@ class NonFiniteRecord:
     in_mean: tuple[str, ...]
     """Names of the parameters whose mean gradient is not finite, although the gradients of each rank were finite."""
     outcome: str
-    """What was done about the gradients: "warned", "raised", "discarded", "zeroed" or "left to the GradScaler". It is
+    """The reaction to the gradients: "warned", "raised", "discarded", "zeroed" or "left to the GradScaler". It is
     "finite" if all gradients were finite, and "not reduced" under `no_sync`."""
     num_steps: int
     """Number of steps so far, including this step, in which the policy was applied because gradients were not finite.

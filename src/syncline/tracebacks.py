@@ -58,7 +58,7 @@ class Described:
     """The texts of one exception, without a newline at the end."""
 
     brief: str
-    """What a user reads first; see the note above."""
+    """The text that a user reads first; see the note above."""
     whole: str
     """The traceback as Python prints it, without the frames that had started the program."""
     is_of_group: bool
@@ -174,7 +174,7 @@ def print_once(described: Described, *, error_file: str | None, is_whole: bool, 
 
 
 def forget_printed(error_file: str) -> None:
-    """Forget what the ranks of this host have printed. Call this before one of them is started again."""
+    """Forget which errors the ranks of this host have printed. Call this before one of the ranks is restarted."""
     folder = os.path.dirname(os.path.dirname(error_file))
     for name in os.listdir(folder):
         if name.startswith(_CLAIM):

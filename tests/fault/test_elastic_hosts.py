@@ -76,7 +76,7 @@ def test_without_the_host_of_the_store_all_end_at_once_with_the_reason(training:
     assert code == 0, err
     for text in training.left(RANKS_OF["b"]):
         assert text.startswith(
-            "the launcher's store, by which the processes agree on who trains together, has ended"
+            "the launcher's store, through which the processes agree on membership, has ended"
         )
 
 

@@ -269,8 +269,8 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 """The timeout of a Gloo group whose creator names none."""
 
 _LOOK_SECONDS = 0.05
-"""How often a rank looks at the processes of the others while Gloo connects. Gloo itself waits for up to five times its
-timeout for a rank that has ended, or fails after some attempts to connect."""
+"""The interval at which a rank checks the processes of the others while Gloo connects. Gloo itself waits for an ended
+rank for up to five times its timeout, or fails after some attempts to connect."""
 
 _CAUSE_SECONDS = patience(0.5)
 """How long a rank looks for an ended process after Gloo has failed."""
@@ -342,7 +342,7 @@ class _Maker:
                 gather.check_processes()
                 time.sleep(_MAX_PAUSE_SECONDS)
             raise connecting.failure
-        if connecting.group is None:  # some rank has found no address: its Gloo failed, or uses other keys
+        if connecting.group is None:  # a rank found no address: its Gloo failed, or uses other keys
             return make(store, rank, size)
         return connecting.group
 

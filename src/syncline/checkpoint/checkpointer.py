@@ -59,7 +59,7 @@ class Checkpointer:
         stop_signals: the signals (names or numbers) that ask this process to stop; see `stop_if_asked`. They must be
             the same on all ranks. The first call of `stop_if_asked` installs handlers for them. Pass () to install
             none.
-        stop_every: the number of calls of `stop_if_asked` for each separate collective that they run. Calls that need
+        stop_every: run a separate collective only in every `stop_every`-th call of `stop_if_asked`. Calls that need
             no separate collective do not count.
         read_only: whether saving is refused. If so, the directory need not be writable, and another run can save into
             it.
@@ -146,7 +146,7 @@ class Checkpointer:
             return
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
-            wait([under_way])  # its connection is closed. If it has failed, a warning has said so
+            wait([under_way])  # its connection is closed. A failed save was already reported by a warning
         self._end.detach()
         self._transport, self._newest = transport, None
         self._open_lane()
@@ -159,7 +159,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _called(self, method: str = "") -> Iterator[None]:
-        """Record in the status of this rank, during the `with` block, the call that it is in.
+        """Record the present call in the status of this rank, during the `with` block.
 
         Args:
             method: the name of the called method, with a dot before it; "" for the constructor.
@@ -447,8 +447,8 @@ class JointStop:
     Args:
         transport: the transport between the ranks.
         signals: the signals that ask this process to stop. The first call of `is_agreed` installs their handlers.
-        every: the number of calls of `is_agreed` for each separate collective that they run. Calls that need no
-            separate collective do not count.
+        every: run a separate collective only in every `every`-th call of `is_agreed`. Calls that need no separate
+            collective do not count.
     """
 
     def __init__(self, transport: Transport, signals: Sequence[signal.Signals], every: int) -> None:
@@ -486,7 +486,7 @@ class JointStop:
                 is_in_any_join |= isinstance(one, Joinable) and is_in_join(one)
         has_received = self._vote.num_received != self._num_received
         self._num_received = self._vote.num_received
-        # Ranks without inputs (inside of `join`) would not enter a collective of its own.
+        # Ranks without inputs (inside of `join`) would not enter a separate collective.
         if not has_received and not is_in_any_join:
             if self._lane is None:
                 self._lane = self._transport.lane("stopping")

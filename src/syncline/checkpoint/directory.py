@@ -109,7 +109,7 @@ def read_manifest(files: Files, directory: str) -> Manifest:
                 f"versions up to {VERSION}: load it with a newer Syncline"
             )
         body["files"] = {name: StoredFile(**stored) for name, stored in body["files"].items()}
-        # A later Syncline may have added what this one can do without.
+        # Ignore further fields: a later version of Syncline may have added optional ones.
         return Manifest(**{one.name: body[one.name] for one in fields(Manifest) if one.name in body})
 
 

@@ -205,11 +205,11 @@ _READING = threading.RLock()
 
 @contextmanager
 def reading_generators() -> Iterator[None]:
-    """In this block, no garbage collection begins. One thread at a time runs such a block.
+    """Prevent garbage collections inside the `with` block. One thread at a time runs such a block.
 
     torch holds the mutex of a generator while it creates the tensor with its state. Up to Python 3.11, a collection can
-    begin there, and destructors let other threads run. If one of them needs the generator, it waits for the mutex for
-    ever, because it holds the interpreter's lock meanwhile.
+    begin there, and destructors let other threads run. If such a thread needs the generator, it waits for the mutex
+    while it holds the interpreter's lock, which is a deadlock.
     """
     with _READING:
         was_enabled = gc.isenabled()

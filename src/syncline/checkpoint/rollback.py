@@ -211,7 +211,7 @@ def _reloader(load: Callable[[Any], object], state: Any) -> Restorer:
 
     def restore() -> None:
         with suppress(Exception):
-            load(deepcopy(state))  # which may keep parts of what it is given
+            load(deepcopy(state))  # a copy, because `load` may keep parts of its argument
 
     return restore
 

@@ -30,7 +30,7 @@ T = TypeVar("T")
 _TITLE = "sl.Checkpointer"
 
 _MAX_LISTINGS = 20
-"""How often `read_newest` lists the saves again because another run has removed the save that was being read."""
+"""The number of times that `read_newest` lists the saves, if another run removes them while they are read."""
 
 
 # ---------------------------------------------------------------------- the same outcome on all ranks
@@ -140,12 +140,12 @@ class SaveStore:
             self._look_around()
 
     def use_lane(self, lane: Transport) -> None:
-        """Make saves with other ranks from now on, which see the directory, too."""
+        """Make saves with the ranks of another lane from now on. These ranks must see the directory, too."""
         self._lane = lane
         self._look_around()
 
     def _look_around(self) -> None:
-        """Find the number of the newest save, and what crashes have left, on rank 0."""
+        """Find the number of the newest save, and the leftovers of crashes, on rank 0."""
         if self._lane.rank == 0:
             with contextlib.suppress(OSError):
                 self._known_saves()

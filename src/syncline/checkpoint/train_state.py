@@ -279,7 +279,7 @@ class TrainState(ShardedState):
             checked_flag("strict", strict)
             content = Files().map(path)
             lines += [f"file  {checksum(content)}", f"strict  {strict}"]
-            if not content:  # also a file of the kernel, in which torch.load could wait for ever
+            if not content:  # also true of special files of the kernel, in which torch.load could block
                 raise ValueError(f"{path} cannot be read as a file that torch.save wrote: it is empty")
             matched = match(read_torch_file(path), self.named, names=keys, besides=besides)
             if strict:
@@ -390,7 +390,7 @@ def _remedy_of(one: Any) -> str:
     return "To save numbers and tensors of your own, put them into an object with these two methods"
 
 
-# ---------------------------------------------------------------------- what a resumed run would read differently
+# ---------------------------------------------------------------------- differences of a resumed run
 
 
 def sampler_of(one: Any) -> DistributedSampler | None:
@@ -457,7 +457,7 @@ class StreamWatch:
 def remarks_on_loaders(named: Mapping[str, Any]) -> Iterator[str]:
     """Yield a warning about each DataLoader because of which a resumed run draws an extra random number.
 
-    All DataLoaders of this process are looked at, which takes about ten milliseconds.
+    All DataLoaders of this process are inspected, which takes about ten milliseconds.
 
     Args:
         named: the saved objects, by name.

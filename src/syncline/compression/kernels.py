@@ -1,4 +1,4 @@
-"""What the native forms of encodings have in common: when one is possible, and a call of the library.
+"""The common parts of the native forms of encodings: whether one can be used, and a call of the library.
 
 A native form is for contiguous float32 tensors on the CPU. It makes one pass over the values, with as many threads as
 PyTorch uses for its own operations. It is in the same file as the form in PyTorch, whose bits it has.

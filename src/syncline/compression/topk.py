@@ -77,7 +77,7 @@ class _TopKEncoder(Encoder):
         chosen = selected(values, self._num_sent, residual=residual, lost=lost)
         gathered = yield Gather(chosen.values, chosen.places)
         if lost is not None:
-            # What the other ranks have received of this rank is not lost.
+            # The values that the other ranks have received from this rank are not lost.
             received, places = gathered.values[self.layout.rank], chosen.places.long()
             lost.index_copy_(0, places, (lost[places] - received).nan_to_num_(0.0, 0.0, 0.0))
             if not chosen.all_finite:

@@ -7,7 +7,7 @@ conclusion.py     say in one sentence what synchronization cost in a step, and w
 config.py         check the arguments of a wrapper, and hold them in one frozen value, which the ranks compare
 drift.py          decide when replicas may differ (a strategy, sl.diverge), and compare them when they must be equal
 join.py           support ranks that run out of inputs at different times
-lanes.py          close the lanes of an object when it is freed, or has others
+lanes.py          close the lanes of an object when it is freed, or has opened new ones
 plan.py           hold the facts about a wrapped module, and derive from them how it is synchronized
 registrations.py  compare hooks, optimizers and metrics that users register
 replica.py        hold the parts that synchronize one rank's replica

@@ -7,26 +7,26 @@ from syncline.records import BackwardRecord, LateRank, RoundRecord, StepTiming
 from syncline.words import format_bytes, format_time
 
 _SMALL_SHARE = 0.05
-"""The share of a step up to which waiting is not worth an effort."""
+"""The fraction of a step up to which waiting is not worth optimizing."""
 
 _MAIN_SHARE = 0.5
-"""The share of the waiting time from which a cause explains it."""
+"""The fraction of the waiting time from which a cause is named as its explanation."""
 
 _ENOUGH_STEPS = 10
-"""In earlier steps, memory is allocated and buckets are laid out, and one step says little."""
+"""The first step that is judged. Earlier steps allocate memory and lay out buckets."""
 
 _ENOUGH_SECONDS = 0.002
-"""A shorter step is mostly chance: when the system lets which process run."""
+"""The shortest step that is judged. The time of a shorter one depends mostly on the scheduling of processes."""
 
 _SLOWEST_LINK = 1e6
 """A bandwidth that links between ranks exceed, in bytes a second."""
 
 _SLOWEST_MEMORY = 1e8
-"""The same for shared memory."""
+"""A bandwidth that shared memory exceeds, in bytes a second."""
 
 
 def concluded(plan: Plan, evidence: Evidence) -> str:
-    """Return one sentence, or two, that draw the conclusion from the last records."""
+    """Return the conclusion from the last records, in one or two sentences."""
     backward = evidence.backward
     if plan.num_ranks == 1:
         return "There is one rank, so synchronization costs nothing."
@@ -54,7 +54,7 @@ def concluded(plan: Plan, evidence: Evidence) -> str:
 
 
 def _too_little(step: int, step_seconds: float) -> str:
-    """Return the sentence that this step is no ground for a judgement; empty if it is one."""
+    """Return a sentence that says why this step cannot be judged; empty if it can be."""
     reasons = ["too few steps"] if step < _ENOUGH_STEPS else []
     reasons += ["too short a step"] if step_seconds < _ENOUGH_SECONDS else []
     return f"{' and '.join(reasons).capitalize()} to judge." if reasons else ""

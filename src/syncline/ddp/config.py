@@ -253,7 +253,7 @@ _STRATEGIES = {
     "everystep": "sl.EveryStep()",
     "ddp": "sl.EveryStep()",
 }
-"""What to write instead of a name of a strategy, without its underscores and hyphens."""
+"""The code to write instead of the name of a strategy. The keys lack underscores and hyphens."""
 
 _COMPRESSIONS = {
     "fp16": "sl.compression.Cast()",

@@ -190,7 +190,7 @@ class JoinMethods(TorchNames, Joinable):
         replica = self._replica
         chosen = replace(replica.selection, buffers=tuple(replica.buffers.named_present()))
         if replica.buffers.are_sent:
-            replica.buffers.compare()  # a rank without inputs lacks what the forwards of the others have added
+            replica.buffers.compare()  # a rank without inputs lacks buffers that the forwards of the others have added
         broadcast_values(chosen, replica.transport, src=src, buffers=replica.buffers.are_sent)
 
     def _joined_forward_begins(self, *, synchronizes: bool) -> None:

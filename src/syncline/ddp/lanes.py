@@ -1,4 +1,4 @@
-"""The lanes of one object, which are closed when it is freed, or has others."""
+"""The lanes of one object, which are closed when it is freed, or has opened new ones."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Lanes:
 
         Args:
             lanes: the lanes.
-            of: the transport whose lanes they are. It is no lane of the owner, and stays open.
+            of: the transport of these lanes. It is not a lane of the owner, and stays open.
         """
         owner = self._owner()
         self._close += [weakref.finalize(owner, lane.close) for lane in lanes if lane is not of]
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """Close the former lanes at the end of the block, which opens others. A garbage collector may come later."""
+        """Close the former lanes at the end of the block, which opens new ones. A garbage collection may be late."""
         former, self._close = self._close, []
         try:
             yield

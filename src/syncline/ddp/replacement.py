@@ -62,7 +62,7 @@ def replace_torch_ddp() -> Replacement:
 
     This is for frameworks and programs that you cannot edit: they import torch's class by name, or ask for it by
     `type(model) is DistributedDataParallel`. The name is replaced in torch, and in each module that has imported the
-    class by now. What imports the class later gets ours from torch. Wrappers that exist already stay as they are. So do
+    class by now. Modules that import the class later get ours from torch. Existing wrappers stay as they are. So do
     modules that have defined a subclass of torch's class already: call this function before you import them.
 
     Returns:

@@ -143,7 +143,7 @@ class Replica:
             ),
             main_lane=self.transport,
             title=self._numbered_title,
-            # Known before there are buckets: encoded gradients need no memory of the transport.
+            # Passed before the buckets are laid out, because encoded gradients need no memory of the transport.
             comm_hook=self.state.comm_hook(self._gradient_lane, self.module, num_ranks=self.transport.size),
             former=former,
         )
@@ -267,7 +267,7 @@ class Replica:
         """
         if self.gradients.parameters[0].is_cuda:
             refuse_graph_capture(rank=self.transport.rank, step=self.gradients.step + 1, phase="forward")
-        if not self.gradients.step:  # before the first step is enough, and costs later steps nothing
+        if not self.gradients.step:  # checked only before the first step, so that later steps are faster
             warn_if_wrapped_twice(self.module, self.gradients.parameters)
         divergence = self.drift.divergence
         if divergence.is_open:
@@ -432,7 +432,7 @@ class Replica:
         self.buffers.due = True
 
     def abort_groups(self, reason: str) -> None:
-        """Let the ranks that average gradients with this rank in a group fail, because this rank stops."""
+        """Make the ranks of this rank's gradient group raise an error, because this rank stops."""
         if self._first_plan.workers is not None:
             self._gradient_lane.abort(reason)
 

@@ -319,7 +319,7 @@ def describe_new_values(chosen: Selection, before: Selection) -> list[str]:
 def warn_if_wrapped_twice(module: nn.Module, reduced: Sequence[Tensor]) -> None:
     """Warn if the forward of `module` runs inside the forward of another wrapper that reduces the same gradients.
 
-    Frameworks such as Accelerate wrap what they are given, also a module that is wrapped already. TorchRec wraps parts
+    Frameworks such as Accelerate wrap every given module, even if it is wrapped already. TorchRec wraps parts
     on purpose, and lets the outer wrapper ignore their parameters.
 
     Args:

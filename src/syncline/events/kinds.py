@@ -36,7 +36,7 @@ class ForwardEnded(NamedTuple):
     ended_at: float
     is_training: bool
     buffers: BufferRecord | None
-    """What was sent of the buffers; None if nothing was sent."""
+    """The record of the buffers that were sent; None if nothing was sent."""
     contract: Callable[[], Contract]
     """A function that returns the contract of the module, as `ddp.contract`."""
     explain: Callable[[], str]
@@ -144,7 +144,7 @@ class RanksChanged(NamedTuple):
     """The step that is made again, or the next one."""
     reason: str
     began_at: float
-    """When this rank had noticed the change."""
+    """The time at which this rank detected the change."""
     ended_at: float
     num_lost: int = 0
     """The number of ranks that no longer take part, because they were lost or left behind."""
@@ -184,9 +184,9 @@ class ReplicasDiverged(NamedTuple):
 
 
 class PlaceSeen(NamedTuple):
-    """Where this rank is, as a thread of Syncline has seen it: every half second, or less often while it stays there.
+    """The place of this rank, seen by a thread of Syncline: every half second, or less often while it does not change.
 
-    In a world of one rank nobody looks.
+    In a world of one rank, there are no such events.
     """
 
     rank: int

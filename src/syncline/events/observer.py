@@ -88,7 +88,7 @@ class Observer:
         """A check has found values that differ between ranks although they must be equal."""
 
     def place_seen(self, event: PlaceSeen) -> None:
-        """Where this rank is. It is called on another thread than that of the program, and its errors are ignored."""
+        """The place of this rank was seen. This runs on a thread of Syncline, and its errors are ignored."""
 
     def start(self) -> Self:
         """Begin to receive events. Return the observer."""

@@ -1,4 +1,4 @@
-"""What exporters share: the import of a client library, its errors, the lengths of steps, and what is counted."""
+"""The common parts of exporters: import of a client library, its errors, lengths of steps, and counts of events."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Exporter(events.Observer):
     def __init__(self) -> None:
         self._has_failed = False
         self._ended_at: dict[events.Source, float] = {}
-        """When the last step of each module ended."""
+        """The time at which the last step of each module ended."""
 
     def _give_up(self, error: Exception) -> None:
         """Warn of an error of the client library, and stop."""
@@ -97,7 +97,7 @@ class MetricExporter(Exporter):
         self._modules: set[str] = set()
         self._names: set[str] = set()
         self._sent: dict[events.Source, tuple[int, int]] = {}
-        """The layout of the buckets of each module, and their bytes. A record in each step would take longer."""
+        """The layout of each module's buckets, and their bytes, kept so that they are not computed in each step."""
 
     def _record(self, metric: str, value: float, labels: Mapping[str, str | int]) -> None:
         """Pass a number to the client library.

@@ -67,7 +67,7 @@ class Bucket(ABC):
         self.launched_at = 0.0
         self.waited_seconds = 0.0
         self.reduced_at = 0.0
-        """When this rank had waited for the result."""
+        """The time at which this rank's wait for the result ended."""
         self._work: Work | None = None
         self._comm_hook: CommHook | None = None
         self._is_last = False

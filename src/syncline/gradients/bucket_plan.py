@@ -116,14 +116,14 @@ class HostLoad:
 _IN_PLACE_CAP_BYTES = 8 * MIB
 
 _NUM_OVERLAPPING = 10
-"""How many buckets there are at least between hosts, if they are not smaller than 1 MiB then.
+"""The least number of buckets between hosts, unless they would be smaller than 1 MiB.
 
-What a step waits for is at least the last bucket: a tenth of all gradients. More buckets would wait for the latency of
-the network more often.
+A step waits at least for the last bucket, which is then a tenth of all gradients. More buckets would wait for the
+latency of the network more often.
 """
 
 _NUM_OF_LITTLE = 3
-"""How many buckets there are at least between hosts if little is sent of each bucket.
+"""The least number of buckets between hosts if a compression sends only a small part of each bucket.
 
 Each bucket takes two messages of PowerSGD, which cost more than their bytes."""
 

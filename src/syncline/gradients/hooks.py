@@ -144,14 +144,14 @@ class ParameterHooks:
     # ------------------------------------------------------------------ hooks that were lost
 
     def restore_swapped(self) -> None:
-        """Register the hooks of all parameters anew whose contents were swapped. In a healthy step this only looks."""
+        """Register hooks again for parameters whose contents were swapped. Usually, this only compares the contents."""
         contents = contents_of(self._reduction.parameters)
         if contents != self._contents:
             self._contents = contents
             self.restore(range(len(contents)))
 
     def restore(self, indices: Collection[int]) -> list[int]:
-        """Register the hooks of those of these parameters anew whose contents were swapped. Return their indices.
+        """Register hooks again for those of the parameters whose contents were swapped. Return their indices.
 
         `torch.utils.swap_tensors` gives a parameter the contents of another tensor, and hooks belong to the contents.
         Conversions of modules and `load_state_dict` swap under
@@ -159,7 +159,7 @@ class ParameterHooks:
         """
         parameters = self._reduction.parameters
         found = dict(zip(indices, contents_of([parameters[index] for index in indices]), strict=True))
-        # Another wrapper of the same parameters may have registered the hooks of all.
+        # All wrappers of a parameter share its table, so another wrapper may have registered it already.
         lost = [index for index, contents in found.items() if contents != self._tables[index].contents]
         for index in lost:
             self._tables[index] = table_of(parameters[index])

@@ -52,7 +52,7 @@ def _always() -> bool:
 
 
 class Announced(enum.Enum):
-    """What the forwards since the last reduction have announced of the next backward, as in torch's class."""
+    """The announcement about the next backward that the forwards since the last reduction made, as in torch's class."""
 
     NOTHING = "there was no forward"
     LOCAL = "all forwards ran under no_sync"
@@ -70,7 +70,7 @@ class Controls:
         self.enabled = True
         """Whether backwards synchronize gradients; False under `no_sync`."""
         self.announced = Announced.NOTHING
-        """What the forwards since the last reduction have announced."""
+        """The announcement that the forwards since the last reduction made."""
         self.decide: Callable[[], bool] = _always
         """A function that is called when a backward begins. It returns whether the gradients are reduced."""
         self._num_contributing: int | None = None

@@ -215,7 +215,7 @@ class Reduction:
         if len(seen) != len(ready):
             twice = [index for index, number in Counter(ready).items() if number > 1]
             raise self.out_of_step.twice(self.backward.step, twice)
-        if self.options.allow_unused:  # the hook of an undefined gradient is called, but there is no value
+        if self.options.allow_unused:  # hooks are also called for undefined gradients, which have no value
             seen = {index for index in seen if self.parameters[index].grad is not None}
         if len(seen) == len(self.parameters):
             return NO_INDICES

@@ -34,10 +34,10 @@ Times = tuple[float, ...]
 
 @dataclass(frozen=True)
 class StragglerRule:
-    """When a rank is a straggler.
+    """The conditions under which a rank is a straggler.
 
     Args:
-        factor: how many times as long as the median of the ranks it works.
+        factor: a straggler works at least this many times as long as the median of the ranks.
         num_steps: the number of steps over which its times are compared, rounded up to a multiple of five.
         warns: whether rank 0 warns of it.
     """

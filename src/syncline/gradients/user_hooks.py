@@ -76,7 +76,7 @@ class HookTable(OrderedDict[int, Hook]):
     def __init__(self) -> None:
         super().__init__()
         self.deferring: list[Deferring] = []
-        """What keeps calls of the program's hooks, for each wrapper that has the parameter."""
+        """The objects that defer calls of the program's hooks, one for each wrapper that has the parameter."""
         self.contents = 0
         """The contents of the parameter whose gradients call the hooks; see `contents_of`."""
 

@@ -8,11 +8,11 @@ calls.py        the calls in which ranks wait, of Syncline or of torch.distribut
 connection.py   connections of this process to stores, with a deadline for each request
 deadlock.py     detection of waits that can never end, by pure functions of the places of all ranks
 failed_wait.py  the search for the cause of a failed wait, and the error that names the cause
-folder_store.py a store in a folder of this host, which no process serves
+folder_store.py a store in a folder of this host, without a server process
 gathering.py    texts of all ranks, gathered at the store by way of rank 0
 health.py       the state of a group: whether the group can still be used, and the positions of its ranks
 notices.py      failures and positions that ranks publish for each other, at the store or in shared memory
-processes.py    whether the process of a rank has ended, is stopped, or is a fork of a rank
+processes.py    detection of processes that have ended, are stopped, or are forks of a rank
 store.py        messages at the store, signed and checked
 """
 

@@ -3,8 +3,8 @@
 Up to Python 3.13, a thread that asks for the interpreter's lock while Python shuts down is ended there. Inside C++ code
 of torch, this aborts the process (exit status 134), or leaves a mutex locked for ever. So before Python shuts down:
 
-- Threads of Syncline leave C++ code and end, or stay outside of it. A thread that runs destructors or callbacks is
-  waited for.
+- Threads of Syncline leave C++ code and end, or stay outside of it. The end of the
+  process waits for a thread that runs destructors or callbacks.
 - Threads of the program that wait for a collective of Syncline stay outside of C++ code (`AtExit.wait_in_torch`).
 - A thread of a Gloo group drops the tensors of a collective a little after the collective has ended. It needs Python
   for it only if Python code is the only other owner of the tensor. So C++ code becomes another owner of all tensors.
@@ -34,7 +34,7 @@ _AT_EXIT_SECONDS = 10.0
 _STOP_SECONDS = 1.0
 
 _YIELD_SECONDS = 0.0005
-"""How long the end of a process gives way to threads that have asked for the interpreter's lock before."""
+"""How long `end` sleeps at a time, so that threads which wait for the interpreter's lock can run."""
 
 _NUM_YIELDS = 10
 
@@ -43,11 +43,11 @@ class Stoppable(Protocol):
     """An object with a thread that may be inside of C++ code for long."""
 
     def stop(self, seconds: float) -> object:
-        """Let the thread end, and wait for it, at most for so many seconds."""
+        """Stop the thread, and wait for its end, at most for `seconds`."""
 
 
 class AtExit:
-    """What the end of this process waits for, stops and keeps."""
+    """The threads, locks and groups that the end of this process waits for, stops or keeps."""
 
     def __init__(self) -> None:
         self._groups: WeakSet[Any] = WeakSet()
@@ -70,11 +70,11 @@ class AtExit:
         """Whether `end` has returned. Then only exit handlers of the program still run, in the thread that ends it."""
 
     def wait_for(self, thread: threading.Thread) -> None:
-        """Let the end of the process wait for a thread, for all threads and locks together at most 10 s."""
+        """Make the end of the process wait for a thread. All of its waits together take at most 10 s."""
         self._threads.add(thread)
 
     def acquire(self, lock: threading.Lock) -> None:
-        """Let the end of the process acquire a lock and keep it, for all threads and locks together within 10 s.
+        """Make the end of the process acquire a lock and keep it. All of its waits together take at most 10 s.
 
         Args:
             lock: a lock that a thread holds while it is inside C++ code.
@@ -105,7 +105,7 @@ class AtExit:
             self._waiting.discard(thread)
 
     def end(self) -> None:
-        """Do all this. Python calls this function before it shuts down."""
+        """Wait for, stop and keep the registered objects. Python calls this function before it shuts down."""
         deadline = time.monotonic() + _AT_EXIT_SECONDS
         self._ending = threading.get_ident()
         while self._waiting and time.monotonic() < deadline:
@@ -143,8 +143,8 @@ class Keeper:
     """A thread that keeps process groups, or operations, alive, and then drops them.
 
     Args:
-        kept: a list of them, which is cleared then. Nobody else may hold a reference to this list.
-        seconds: how long they are kept at most.
+        kept: a list of them, which is cleared then. No other object may hold a reference to this list.
+        seconds: the longest time for which they are kept.
 
     Raises:
         RuntimeError: Python is ending, and starts no threads.
@@ -159,7 +159,7 @@ class Keeper:
         self._thread.start()
 
     def drop(self) -> None:
-        """Drop them now. This method does not wait for it."""
+        """Let the thread drop them now. This method does not wait for the thread."""
         AT_EXIT.wait_for(self._thread)
         self._is_over.set()
 

@@ -243,7 +243,7 @@ def describe_late(
 
 
 def _goal(late: Sequence[Place], here: Place, call: str) -> str:
-    """Return what the late ranks did not reach: the phase of this rank, or its call if they may have got there."""
+    """Return what the late ranks did not reach: the phase of this rank, or its call if they may be in this phase."""
     is_part = here.opening is None and here.phase not in _BETWEEN
     if is_part and all(_is_earlier(place, here) for place in late):
         return here.phase if here.step is None else f"{here.phase} of step {here.step}"

@@ -60,7 +60,7 @@ ONE_RANK_EVALUATES = (
 """The last lines of an error about a forward that only some ranks run: how to prevent the error."""
 
 LATE = "A rank that did not make this call is slow (then raise the timeout), stuck, or has fewer batches"
-"""What may be wrong with late ranks."""
+"""The possible causes if ranks are late."""
 
 _UNEVEN = (
     "the rank that shut down made fewer steps than this rank:\n"
@@ -84,7 +84,7 @@ FAILURES = (CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, UnevenI
 _KINDS: dict[str, type[SynclineError]] = {kind.__name__: kind for kind in FAILURES}
 
 _MAX_TEXT_BYTES = 12 * 1024
-"""Of each text of a failure, in UTF-8. Ends of lines have two bytes in JSON, and shared memory has room for 64 KiB."""
+"""The limit for each text of a failure, in UTF-8. Line ends take two bytes in JSON, and shared memory has 64 KiB."""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class Requests:
 
     Args:
         seconds: how long a request waits for an answer. A request that itself waits has more time.
-        note_silence: a function that is called with `seconds` when a request has waited for a while. None: no function.
+        note_silence: a function that is called with `seconds` when a request has waited for a while. None for none.
     """
 
     def __init__(self, seconds: float, note_silence: Callable[[float], object] | None = None) -> None:
@@ -104,7 +104,7 @@ class Requests:
         AT_EXIT.stop(self)
 
     def stop(self, seconds: float) -> None:
-        """End the thread when it has made the requests, and wait for it, at most for so many seconds."""
+        """End the thread after it has made all requests, and wait for its end, at most for `seconds`."""
         self._is_stopped = True
         self._calls.put(None)
         self._thread.join(seconds)
@@ -120,11 +120,11 @@ class Requests:
         Args:
             request: the request.
             wait_seconds: how long the request itself waits at most, for example for a key.
-            meanwhile: a function that is called again and again until the request is over, if it takes long. It must
-                not use this connection.
+            meanwhile: a function that is called repeatedly while a slow request is pending. It must not use this
+                connection.
 
         Raises:
-            StoreSilent: there is no answer to this request in time, or none to an earlier one yet.
+            StoreSilent: this request was not answered in time, or an earlier one has not been answered yet.
         """
         if not _in_slices(lambda seconds: self._turn.acquire(timeout=seconds), self.seconds + wait_seconds):
             raise self._silent(self.seconds + wait_seconds)
@@ -132,7 +132,7 @@ class Requests:
             if self._last is not None and not self._last.is_over.is_set():
                 raise self._silent(self.seconds)
             self._last = call = _Call(request)
-            if self._is_stopped:  # an exit handler of the program asks after the thread has ended
+            if self._is_stopped:  # an exit handler of the program makes a request after the thread has ended
                 AT_EXIT.wait_in_torch(call.run)
                 return call.result()
             self._calls.put(call)
@@ -171,7 +171,8 @@ def _in_slices(
 ) -> bool:
     """Wait for something in several calls of `wait`, and return whether it has happened in time.
 
-    If a signal arrives just before Python waits for a lock, its handler runs only when the wait ends.
+    Each wait is short, because the handler of a signal that arrives just before Python waits for a lock runs only when
+    this wait ends.
 
     Args:
         wait: a function that waits for some seconds, and returns whether it has happened.
@@ -193,7 +194,7 @@ _SLICE_SECONDS = 0.5
 _NOTE_SECONDS = 2.0
 
 MEANWHILE_SECONDS = 0.05
-"""How often a thread that waits at a store calls a function meanwhile."""
+"""The interval at which a thread that waits at a store calls the function `meanwhile`."""
 
 
 def _make(calls: SimpleQueue[_Call[Any] | None]) -> None:
@@ -205,7 +206,7 @@ def _make(calls: SimpleQueue[_Call[Any] | None]) -> None:
 def interruptibly(call: Callable[[], T], seconds: float | None = None) -> T:
     """Make a call on another thread, so that signal handlers run while the main thread waits for it.
 
-    If the caller stops waiting, because a signal handler raises an exception, the thread goes on until the call ends.
+    If the caller stops waiting, because a signal handler raises an exception, the thread continues until the call ends.
 
     Args:
         call: the call.
@@ -308,7 +309,7 @@ def clone_of(
 
 
 class StoreConnection:
-    """A connection of its own to a store, for several threads and several groups of this process.
+    """A separate connection to a store, for several threads and several groups of this process.
 
     torch looks up the name of the other end of each new connection in the DNS. That takes seconds if the DNS does not
     answer. So the groups that follow each other in `sl.steps` use one connection, which exists before a rank is lost.

@@ -1,8 +1,8 @@
-"""A store in a folder of this host, which no process serves.
+"""A store in a folder of this host, without a server process.
 
-A TCPStore answers as long as the process runs that has opened it. The processes of a job that is on one host need no
-such process to agree with each other: each key is a file. No operation locks anything, so a stopped process delays no
-other one.
+A TCPStore answers only while the process that opened it runs. The processes of a job on one host can agree with each
+other without such a process: each key is a file. No operation holds a lock, so a suspended process does not delay the
+others.
 """
 
 from __future__ import annotations

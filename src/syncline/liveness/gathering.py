@@ -3,9 +3,9 @@
 If each rank read the texts of all ranks, a store would answer n * n reads. So rank 0 reads them, and writes them as one
 message. Each of the other ranks writes one message and reads one.
 
-While a rank waits, it looks at the processes of ranks on its host, if it knows them. If one of them has ended, it
-writes this instead of the texts, which wakes up all ranks, also those of other hosts. So all ranks raise an error, and
-not only after the timeout.
+While a rank waits, it checks the processes of ranks on its host, if they are known. If one of them has ended, the rank
+writes a list of the ended ranks in place of the texts, which wakes up all ranks, also those of other hosts. So all
+ranks raise an error before the timeout.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from syncline.liveness.store import SignedStore
 from syncline.words import describe_ranks, end_of_processes
 
 Ended = Callable[[Sequence[int]], list[int]]
-"""A function that returns those of some ranks whose processes have certainly ended, as far as this rank can see."""
+"""A function that takes ranks, and returns those whose processes this rank has found to have ended."""
 
 _AT_ONCE = 3
-"""How many processes a rank looks at in one round. The ranks begin at different ones, so all together look at all."""
+"""The number of processes that a rank checks at a time. Ranks begin with different ones, so together they check all."""
 
 _ALL = " and all"
 
@@ -40,10 +40,10 @@ _BYTES_PER_RANK = 1 << 16
 
 
 class MissingRanks(Exception):
-    """Some ranks have not written their texts. `gathered` raises it, and its caller raises an error with more words.
+    """The error of `gathered` if ranks have not written their texts. Its caller raises a more detailed error instead.
 
     Args:
-        ranks: these ranks.
+        ranks: the ranks without a text.
         have_ended: whether their processes have certainly ended.
     """
 
@@ -97,7 +97,7 @@ def gathered(
 
 
 class Lookout:
-    """Looks at the processes of the other ranks, at few of them each time: there may be hundreds on a host.
+    """A check of the processes of the other ranks. Each call checks only a few, because a host may have hundreds.
 
     Args:
         rank: this rank.
@@ -113,9 +113,9 @@ class Lookout:
         self._num_looks = 0
 
     def ended(self) -> list[int]:
-        """Look at rank 0 and some others. If one has ended, look at all, and return those that have ended.
+        """Check rank 0 and some other ranks. If one of them has ended, check all, and return those that have ended.
 
-        Ranks that have written their text count as well: they take no part in what follows.
+        Ranks that have written their text before they ended count as well, because the next collective lacks them.
         """
         first = self._num_looks * _AT_ONCE % max(1, len(self._others))
         self._num_looks += 1
@@ -124,7 +124,7 @@ class Lookout:
 
 
 def _look(lookout: Lookout, keys: Sequence[str], messages: Callable[[], SignedStore]) -> None:
-    """Look at processes. If one has ended, write this instead of the texts of all ranks, and wake up all ranks."""
+    """Check processes. If one has ended, write the ended ranks in place of all texts, which wakes up all ranks."""
     ended = lookout.ended()
     if ended:
         with contextlib.suppress(RuntimeError, SynclineError):  # the store may have ended with rank 0
@@ -151,7 +151,7 @@ def _wait(
         messages: the store.
         wanted: the keys of the messages.
         timeout_seconds: how long to wait.
-        lookout: an object that finds ended ranks; None to look at no processes.
+        lookout: an object that finds ended ranks; None to check no processes.
         keys: the keys of all ranks. Only a lookout needs them.
     """
     timeout = timedelta(seconds=max(0.001, timeout_seconds))
@@ -240,7 +240,7 @@ class StoreGathering:
         return [text.encode() for text in texts]
 
     def check_processes(self) -> None:
-        """Check that no other rank has ended, as far as this rank can see. Each call looks at some of them.
+        """Check that no other rank has ended, as far as this rank can see. Each call checks some of them.
 
         Raises:
             PeerLost: some ranks have ended.
@@ -250,7 +250,7 @@ class StoreGathering:
             raise self._error(MissingRanks(lost, have_ended=True))
 
     def forget(self) -> None:
-        """Delete what this rank has written. All ranks must have returned from their last call."""
+        """Delete the messages of this rank. All ranks must have returned from their last call."""
         for number in range(self._num_calls):
             self._messages.delete(f"{self._prefix}/{number}/{self._rank}")
             if self._rank == 0:

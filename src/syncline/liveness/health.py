@@ -155,9 +155,9 @@ class Health:
         self._reports: dict[int, tuple[float, float]] = {}
         """The `seen` of the last report of each rank, and when this rank read it for the first time."""
         self._ranks_that_left: set[int] = set()
-        """Those ranks of which `killed_ranks` has found that they had left before they ended."""
+        """The ended ranks that had left the group before, as `killed_ranks` has found."""
         self._killed_at: dict[int, float] = {}
-        """When `killed_ranks` has found for the first time that a rank had been killed."""
+        """The time at which `killed_ranks` first found that a rank had been killed, by rank."""
         if size > 1:
             refuse_in_forks(self)
 
@@ -263,7 +263,7 @@ class Health:
     def drop_groups(self) -> None:
         """Drop the groups that are kept after a failure. A thread waits for their pending operations meanwhile.
 
-        A process that goes on without them calls this, so that their connections, threads and memory are released.
+        A process that continues without them calls this, so that their connections, threads and memory are released.
         """
         if self._keeper is not None:
             self._keeper.drop()
@@ -301,8 +301,8 @@ class Health:
     def ages(self, places: Mapping[int, Place]) -> dict[int, str]:
         """Return how old the places of the other ranks are, by rank, in words.
 
-        An age is the difference of two times of one clock. The clock of a rank on another host is another one, so for
-        such a rank it is the time since this rank read the report.
+        An age is the difference between two times of one clock. A rank on another host has another clock, so its age is
+        the time since this rank read its report.
         """
         now, own, found = time.monotonic(), clock_key(), {}
         for rank, place in places.items():
@@ -319,16 +319,16 @@ class Health:
         return len(self.notices.processes_here()) == self.size - 1
 
     def ended_ranks(self) -> list[int]:
-        """Return those other ranks on this host whose processes have ended."""
+        """Return the other ranks on this host whose processes have ended."""
         return sorted(rank for rank, process in self.notices.processes_here().items() if process.has_ended())
 
     def killed_ranks(self) -> dict[int, float]:
-        """Return those other ranks on this host whose processes have ended, although they had not left the group.
+        """Return the other ranks on this host whose processes have ended without leaving the group.
 
         The store is read only if a process has ended.
 
         Returns:
-            For each of these ranks, how many seconds ago this method has found it for the first time.
+            For each of these ranks, the number of seconds since this method first found it.
         """
         known = self.notices.known_processes_here()
         ended = [
@@ -347,7 +347,7 @@ class Health:
         }
 
     def stopped_ranks(self) -> list[int]:
-        """Return those other ranks on this host whose processes are stopped by SIGSTOP, Ctrl-Z or a debugger."""
+        """Return the other ranks on this host whose processes are stopped by SIGSTOP, Ctrl-Z or a debugger."""
         return sorted(rank for rank, process in self.notices.processes_here().items() if process.is_stopped())
 
 

@@ -210,7 +210,7 @@ class Notices:
             medium.write(f"place/{self._rank}", place.to_json())
 
     def places(self) -> dict[int, Place]:
-        """Return where each rank was when it last published its place, by rank. A rank that has not is left out."""
+        """Return the last published place of each rank, by rank. Ranks without a published place are left out."""
         return self._read_all("place", Place.from_json)
 
     def processes_here(self) -> dict[int, RankProcess]:
@@ -224,7 +224,7 @@ class Notices:
         return self.known_processes_here()
 
     def known_processes_here(self) -> dict[int, RankProcess]:
-        """Do what `processes_here` does, but never read."""
+        """Return those processes of `processes_here` that are known already, without reading notices."""
         own = self._process
         return {
             rank: process
@@ -349,7 +349,7 @@ class Publisher:
     def _emit(self, what: Published, before: Place | None) -> None:
         place = self._last_places.get(what)
         if OBSERVERS.place_seen and place is not None and place is not before:
-            with contextlib.suppress(Exception):  # the publisher goes on, whatever an observer does
+            with contextlib.suppress(Exception):  # an error of an observer must not end the publisher
                 seen = PlaceSeen(what.rank, place.step, str(place), time.perf_counter())
                 emit(OBSERVERS.place_seen, seen)
 

@@ -146,9 +146,9 @@ class SignedStore:
         Args:
             keys: the keys.
             timeout: how long to wait.
-            meanwhile: a function that is called again and again. It must use another connection; see `clone`.
-            may_raise: whether `meanwhile` may raise an error, which ends the wait. torch does not stop waiting, so the
-                store is then asked again and again, and `meanwhile` may use this connection.
+            meanwhile: a function that is called repeatedly. It must use another connection; see `clone`.
+            may_raise: whether `meanwhile` may raise an error, which ends the wait. torch's own wait cannot be ended, so
+                the store is then polled, and `meanwhile` may use this connection.
 
         Raises:
             DistStoreError: some keys still have no message.
@@ -277,7 +277,7 @@ Convert = Callable[[Any], Any]
 def _converter(hint: Any) -> Convert:
     """Return the function that converts a part of parsed JSON to the type `hint`.
 
-    Each rank decodes messages of all ranks, so the types are looked at once, and not for each message.
+    Each rank decodes messages of all ranks, so the types are inspected once, and not for each message.
     """
     if isinstance(hint, types.UnionType):
         (only,) = (choice for choice in typing.get_args(hint) if choice is not types.NoneType)

@@ -87,7 +87,7 @@ _LINK = "_syncline_link"
 
 
 class Outcome(enum.Enum):
-    """What has become of a step of an attached optimizer."""
+    """The outcome of a step of an attached optimizer."""
 
     MADE = "made"
     FAILED = "an error was raised after the step had changed the parameters, for example in a hook"
@@ -137,8 +137,8 @@ class AttachedOptimizer:
         self.counts = True
         """Whether to count steps and call the given functions. It is False while replicas drift on purpose."""
         self.num_made_before = 0
-        """The number of coming steps that are not made, because they were made before the body of the step was
-        interrupted and run again (`sl.steps`)."""
+        """The number of the next steps to skip, because an earlier attempt of the same body of `sl.steps` has made
+        them already."""
         self.compared_settings: object = None
         """The settings of this optimizer that ranks compared in the last synchronized backward."""
         self._before_step = before_step
@@ -198,7 +198,7 @@ class AttachedOptimizer:
             self._after_step(self, outcome)
 
     def _version(self) -> int:
-        """Return a number that each step of the optimizer changes: the version of a parameter that has a gradient."""
+        """Return a number that each step changes: torch's version counter of a parameter that has a gradient."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

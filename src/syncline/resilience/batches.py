@@ -9,8 +9,8 @@ place that they serve. So each step has the same samples as if no rank had been 
 [Note: the samples of a lost rank]
 
 Under `LocalSGD` and similar strategies, the steps that a rank has made since the last sync are lost with it. So the
-samples of these steps are dealt again. Those of earlier steps stand, because the parameters of the other ranks contain
-them. The ranks that are left may have made unequal numbers of steps since then, and all of these samples stand.
+samples of these steps are dealt again. Those of earlier steps count as used, because the parameters of the other ranks
+contain them. The remaining ranks may have made unequal numbers of steps since then. All their samples count as used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Batches:
     Args:
         data: the batches; None if the program takes them from elsewhere.
         sampler: the sampler of the training state; None if it has none.
-        num_places: the number of batches of all ranks in a step, if it stays the same when ranks are lost; else None.
+        num_places: the number of batches of all ranks in a step, if it is kept when ranks are lost; else None.
 
     Raises:
         ValueError: the number of batches cannot stay the same with this data.
@@ -49,7 +49,7 @@ class Batches:
         self._iterator: Iterator[Any] | None = None
         self._num_places = num_places
         self.num_each_step = 1
-        """How many batches this rank uses in each step."""
+        """The number of batches that this rank uses in each step."""
         if num_places is None:
             return
         loader: Any = data
@@ -62,12 +62,12 @@ class Batches:
         vars(loader)["batch_sampler"] = _BatchesOfPlaces(sampler, loader.batch_size, loader.drop_last)
 
     def deal(self, num_ranks: int, rank: int, place: Mapping[str, Any] | None = None) -> None:
-        """Divide the unused samples of the epoch among the present ranks, and begin a new iteration there.
+        """Divide the unused samples of the epoch among the present ranks, and start a new iteration over them.
 
         Args:
             num_ranks: the number of ranks.
             rank: this process's rank among them.
-            place: the position from which they are dealt; None if all ranks have used equally many.
+            place: the position in the epoch from which samples are dealt; None if all ranks have used equally many.
         """
         self._iterator = None
         places, self.num_each_step = [rank], 1
@@ -167,19 +167,19 @@ class Samples:
         self.sampler = sampler
         self._rounds = rounds
         self._history: list[tuple[list[int], tuple[int, int]]] = []
-        """The numbers of steps of the strategies, and where the sampler was after them, since the last sync."""
+        """For each step since the last sync: the step counts of the strategies, and the sampler's position after it."""
         self._is_new = self._has_loaded = False
         """Whether this rank has joined, or has loaded the state of another rank, since the samples were dealt."""
         self._lost: dict[int, tuple[int, int]] = {}
-        """Where the samplers of lost ranks were after their last steps that the parameters contain."""
+        """The sampler positions of lost ranks, after their last steps whose changes the parameters contain."""
         self._used: dict[int, tuple[int, int]] = {}
-        """Where the samplers of the other ranks are."""
+        """The sampler positions of the present ranks."""
         self._dealer = 0
-        """The rank that computes where the samples are dealt from."""
+        """The rank that computes the position from which the samples are dealt."""
         self.note()
 
     def note(self) -> None:
-        """Record where the sampler is now. Call it when samples were counted as used, after the step."""
+        """Record the position of the sampler. Call it after each step, when its samples have been counted as used."""
         if self.sampler is None or not self._rounds:
             return
         self._history.append(([rounds.step for rounds in self._rounds], self.sampler._where()))
@@ -193,7 +193,7 @@ class Samples:
         return len(self._history) - 1
 
     def meet(self, transport: Transport, *, is_new: bool, has_loaded: bool) -> None:
-        """Tell the other ranks which samples this rank has used. A collective call, before the parameters are synced.
+        """Exchange the sampler positions of all ranks. Call it on all ranks, before the parameters are synced.
 
         Args:
             transport: the transport between the ranks.
@@ -219,9 +219,9 @@ class Samples:
         self._used = {rank: first if where is None else tuple(where) for rank, where in here.items()}
 
     def place_after_meeting(self, transport: Transport) -> dict[str, Any] | None:
-        """Return the position from which the samples are dealt to the ranks that have met. A collective call.
+        """Return the position from which the samples are dealt to the present ranks. A collective call, after `meet`.
 
-        None if there is no sampler.
+        Return None if there is no sampler.
         """
         if self.sampler is None:
             return None
@@ -237,7 +237,7 @@ class Samples:
         return found
 
     def were_dealt(self) -> None:
-        """Record that the samples that are left were dealt to the present ranks."""
+        """Record that the remaining samples were dealt to the present ranks."""
         self._is_new = self._has_loaded = False
         self._lost.clear()
         self._history.clear()

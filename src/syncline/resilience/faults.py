@@ -1,10 +1,11 @@
-"""Exceptions of one process in `sl.steps`: which of them are a loss like a kill, and which end the job.
+"""Classification of exceptions in `sl.steps`: some cost the job one process, as a kill does, and others end the job.
 
 [Note: faults]
 
 An exception that ends one process is a loss: the others repeat the step without it, and train on. But if another
 process raises the same exception in the same step, the program is at fault, not a process. Then the repeated step would
-fail on one process after the other. So the second process ends the job, and so do all that have noticed its end.
+fail on one process after the other. So the second process that raises it ends the job, and so does each process that
+detects this.
 
 Exceptions are the same if they have the same class and come from the same line. Their texts may name the rank.
 """
@@ -23,10 +24,10 @@ from syncline.session.process import exit_code_of, is_agreed_stop
 
 @dataclass(frozen=True)
 class Fault:
-    """An exception, as other processes can compare it with theirs."""
+    """An exception in a form that processes can compare with each other."""
 
     kind: str
-    """The name of its class."""
+    """The name of the exception's class."""
     where: str
     """The name of the file, and the line that has raised it."""
 
@@ -44,15 +45,15 @@ class Fault:
 
 
 def is_fault(error: BaseException) -> bool:
-    """Return whether an exception is a fault of its process. Ctrl-C, an agreed stop and sys.exit(0) are none."""
+    """Return whether an exception is a fault of its process. Ctrl-C, an agreed stop and sys.exit(0) are not."""
     return bool(exit_code_of(error)) and not (isinstance(error, KeyboardInterrupt) or is_agreed_stop(error))
 
 
 def call_if_exception_closed(loop: FrameType, then: Callable[[], object]) -> None:
-    """Call a function at the end of this process if an exception has closed a generator that is being closed now.
+    """Call a function at process exit if an uncaught exception is the reason why a generator is being closed now.
 
-    A generator cannot know what closes it before its end: `break`, `return` or an exception in the program. So if an
-    uncaught exception ends this process, its traceback is compared with the place that closes the generator.
+    A generator that is closed early cannot detect the reason: `break`, `return` or an exception in the program. So at
+    process exit, the traceback of an uncaught exception is searched for the line that closed the generator.
 
     Args:
         loop: the frame of the generator.

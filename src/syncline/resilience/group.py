@@ -1,4 +1,4 @@
-"""The processes that train together, as one of them sees them: it agrees with the others, and connects to them."""
+"""One process's view of the training group: it agrees on the membership with the others, and connects to them."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ _LOG = logging.getLogger("syncline")
 _POLL_SECONDS = 0.001
 
 _JOIN_POLL_SECONDS = 0.01
-"""How often a process that wants to join asks whether the others have taken it in. They may train for long."""
+"""The polling interval of a process that waits to join. It is longer, because the wait can be long."""
 
 _DISCONNECTING_SECONDS = environment.patience(10.0)
-"""How long a rank that has disconnected may take until it reports."""
+"""How long to wait for the report of a rank that has disconnected."""
 
 _CAUSE_SECONDS = environment.patience(0.5)
-"""How long a rank looks for a lost rank after an error whose class does not say that there is one."""
+"""How long to look for a lost rank after an error whose class does not indicate a loss."""
 
 _NEWCOMER_SECONDS = 0.5
-"""How often the members look whether a process wants to join."""
+"""The interval at which rank 0 checks whether a process wants to join."""
 
 
 def _names_a_loss(error: Exception) -> bool:
-    """Return whether the class of an error says that a rank takes no part any more."""
+    """Return whether the class of an error indicates that a rank was lost."""
     if isinstance(error, SynclineError):
         return isinstance(error, PeerLost | PeerFailed | CollectiveTimeout)
     return isinstance(error, RuntimeError) and is_of_backend(error)
@@ -74,19 +74,19 @@ class Group:
     """The processes of one call of `sl.steps`. The constructor is a collective call, except in a process that joins.
 
     Args:
-        rules: when a smaller or larger generation may begin. `max_ranks` is 0 for the present number of ranks.
+        rules: the conditions for a smaller or larger generation. `max_ranks=0` stands for the size of the first one.
     """
 
     def __init__(self, rules: Rules) -> None:
         self._register: Register | None = None
         self.change = ""
-        """How the present generation differs from the last one that trained, in words."""
+        """A description of how the present generation differs from the last one that trained."""
         self.num_lost = 0
         """The number of members of the last generation that trained which are not in the present one."""
         self.joins = is_about_to_join()
-        """Whether this process has yet to join the others, by `begin`. It was started while they train, or is spare."""
+        """Whether this process, a spare or a replacement, has yet to join the others in `begin`."""
         self.is_left_behind = False
-        """Whether the others train on without this process, so that its end is no failure of the job."""
+        """Whether the others train on without this process, so that the job survives its end."""
         self._has_fault = False
         """Whether an exception in the body of a step ends this process."""
         here = world()
@@ -145,7 +145,7 @@ class Group:
         return self._member.membership
 
     def someone_waits(self) -> bool:
-        """Return whether a process wants to join, and may. Only rank 0 looks, and not in every step."""
+        """Return whether a process waits to join, and there is room for it. Only rank 0 checks, not in every step."""
         register = self._register
         if register is None or world().rank != 0 or time.monotonic() - self._looked_at < _NEWCOMER_SECONDS:
             return False
@@ -157,11 +157,11 @@ class Group:
         return bool(waiting) and not register.ended(waiting) >= set(waiting)
 
     def is_loss(self, error: BaseException) -> bool:
-        """Return whether a rank takes no part any more, so that the others agree on who is left, and repeat the step.
+        """Return whether an error is due to a lost rank, so that the others agree on a membership and repeat the step.
 
-        The class of the error can say so. But the end of a process can show itself by any other error as well. So each
-        error counts as a loss if a member was killed, or if another member has stopped, to agree on who is left. If it
-        is an error of this process only, the repeated step raises it again.
+        Some classes of errors indicate a loss. But the end of a process can surface as any other error, too. So any
+        error counts as a loss if a member was killed, or if another member has stopped to agree on a membership. If the
+        cause is in this process itself, the repeated step raises the error again.
         """
         if not isinstance(error, Exception):
             return False
@@ -169,21 +169,21 @@ class Group:
             return True
         patience_seconds = 0.0
         if isinstance(error, UnevenInputs):
-            # The others may have noticed a loss. Then they disconnect before they report, which looks as if they had
-            # shut down normally. But a rank that has really left the loop makes no report.
+            # The others may have detected a loss. Then they disconnect before they report, which looks like a normal
+            # shutdown. Ranks that have really left the loop do not report.
             patience_seconds = _DISCONNECTING_SECONDS
-        elif isinstance(error, SynclineError | OSError):  # and no error of the user's program
+        elif isinstance(error, SynclineError | OSError):  # but not an error of the user's program
             patience_seconds = _CAUSE_SECONDS
         try:
             return self._is_any_lost(patience_seconds)
-        except PeerLost:  # the launcher has ended: the error itself says more
+        except PeerLost:  # the launcher has ended; `error` is more informative
             return False
 
     def _is_any_lost(self, patience_seconds: float) -> bool:
         """Return whether a member was killed, or another member has stopped for the next generation.
 
         Args:
-            patience_seconds: how long to wait for a sign of it.
+            patience_seconds: how long to wait for such a sign.
         """
         register = self._register
         if register is None:
@@ -206,24 +206,26 @@ class Group:
 
         Args:
             num_commits: the number of commits of this process; -1 if it has joined, but has not loaded the state.
-            loss: the error that made this process stop; None if all stop after the same step, so that a process joins.
+            loss: the error that made this process stop; None if all stop after the same step to let a process join.
 
         Raises:
-            PeerLost: this process cannot go on.
+            PeerLost: this process cannot continue.
         """
         if self._register is None:
             assert loss is not None
             raise loss
         self._watch.end()
-        if dist.is_initialized():  # not if a rank was lost while they connected
-            if loss is not None:  # a rank that has not noticed the loss may wait for this one in a collective
+        if dist.is_initialized():  # False if a rank was lost while the ranks connected
+            if (
+                loss is not None
+            ):  # a rank that has not detected the loss may wait for this one in a collective
                 transport_of(None).abort(f"it stops, because it has noticed a loss: {loss}")
             disconnect()
         first = "" if loss is None else f". The first error: {loss}"
         try:
             return self._agree(num_commits, _POLL_SECONDS)
         except PeerLost as left:
-            has_said_so = str(left) in first  # the watch has lost the store, too, and ended the collectives
+            has_said_so = str(left) in first  # if the watch lost it first
             raise PeerLost(f"{left}{'' if has_said_so else first}") from loss
         except NotNeeded:
             raise PeerLost(
@@ -264,7 +266,7 @@ class Group:
         """Connect to the other members of a generation.
 
         Raises:
-            PeerLost, CollectiveTimeout: one of them was lost meanwhile.
+            PeerLost, CollectiveTimeout: a member was lost meanwhile.
         """
         register = self._register
         assert register is not None
@@ -291,7 +293,7 @@ class Group:
         self._watch_next(membership)
 
     def settle(self) -> None:
-        """Note that the present generation trains: its members are connected, and all have the state."""
+        """Record that the present generation trains: its members are connected, and all have the state."""
         self._last_trained = self._member.membership
 
     def _watch_next(self, membership: Membership) -> None:
@@ -303,7 +305,7 @@ class Group:
             self._watch.begin(membership, register.entries[following], transport)
 
     def wait_for_all(self) -> Exception | None:
-        """Wait until all members have reached this place. Return the error if one of them is lost, or else None."""
+        """Wait until all members have made this call. Return the error if a member is lost, or else None."""
         if self._register is not None:
             try:
                 transport_of(None).barrier().wait()
@@ -314,7 +316,7 @@ class Group:
         return None
 
     def stay_behind(self, why: str) -> NoReturn:
-        """End the part of this process, because the others train on without it.
+        """Disconnect this process and raise an error, because the others train on without it.
 
         Raises:
             PeerLost: always.
@@ -324,11 +326,11 @@ class Group:
         raise PeerLost(f"sl.steps ends on this rank: {why}")
 
     def end_by_fault(self, step: int, error: BaseException) -> None:
-        """Note that an exception ends this process. The others train on, unless one has had it in this step, too."""
+        """Record that an exception ends this process. The job ends if another process raised the same one."""
         if self._register is None or not is_fault(error):
             return
         self.is_left_behind = self._has_fault = True
-        with contextlib.suppress(PeerLost, MemoryError):  # the end of this process says enough
+        with contextlib.suppress(PeerLost, MemoryError):  # the others detect that it has ended anyway
             if self._register.record_fault(step, Fault.of(error)):
                 self.is_left_behind = False
                 _LOG.error("syncline: %s", _ends_the_job(step, Fault.of(error)))
@@ -337,17 +339,17 @@ class Group:
         """Check that a step has not failed on several processes by the same exception.
 
         Raises:
-            PeerFailed: it has.
+            PeerFailed: several processes have raised the same exception in this step.
         """
         fault = None if self._register is None else self._register.repeated_fault(step)
         if fault is not None:
             raise PeerFailed(_ends_the_job(step, fault)) from loss
 
     def leave(self, *, is_closed: bool) -> None:
-        """Record that this process takes no more part. Only the generator of the loop calls this.
+        """Record that this process has left the loop. Only the generator of the loop may call this.
 
         Args:
-            is_closed: whether the program closes the generator before its end.
+            is_closed: whether the program closes the generator before the last step.
         """
         if self._register is not None:
             self._watch.end()
@@ -372,8 +374,8 @@ def _change_in_words(before: Membership, tried: Membership, after: Membership) -
 
     Args:
         before: the last generation that trained.
-        tried: the generation before `after`: the same one, or one that could not begin.
-        after: the generation.
+        tried: the generation right before `after`: `before` itself, or one that failed to connect.
+        after: the generation to describe.
     """
     gone, come = set(before.members) - set(after.members), set(after.members) - set(before.members)
     missed = set(tried.members) - set(before.members) - set(after.members)

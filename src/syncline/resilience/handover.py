@@ -1,7 +1,7 @@
 """The handover of a training state to ranks that are behind, over the transport and without pickle.
 
-Several ranks have the state: the *donors*. Each tensor is sent by one donor, so that they share the work. The first
-donor also sends all small tensors: buffers can differ between ranks, and those of one module belong together.
+Several ranks have the state: the *donors*. Each tensor is sent by one donor, so that the donors share the work. All
+small tensors come from the first donor. Buffers can differ between ranks, and those of one module belong together.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def receive_state(
     Args:
         transport: the transport between the ranks.
         donors: the ranks that have the state.
-        into: a state of this rank that nobody needs any more, also not after an error. Its tensors on the CPU are
-            overwritten, and returned, where the state of the donors has one of the same name, shape and dtype. New
-            memory would cost more than the transport of what it holds.
+        into: a state of this rank whose memory may be reused, also if an error follows. Its CPU tensors are overwritten
+            and returned, where the donors' state has a tensor of the same name, shape and dtype. This is faster,
+            because the allocation of new memory takes longer than the transfer.
 
     Raises:
-        SynclineError: a tensor was damaged on the way.
+        SynclineError: a tensor was damaged in transit.
     """
     tree, forms = _receive_text(transport, donors[0])
     own = {} if into is None else encode(into, "state")[1]
@@ -110,7 +110,7 @@ def _can_hold(tensor: Tensor, form: _Form) -> bool:
 
 
 def shared_out(sizes_bytes: Mapping[str, int], num_donors: int) -> dict[str, int]:
-    """Return the donor of each tensor, so that all donors send about equally much. The first one sends small tensors.
+    """Assign each tensor to a donor, so that all send about equally much. The first donor sends the small tensors.
 
     Examples:
         >>> shared_out({"a": 10**6, "b": 3 * 10**6, "c": 2 * 10**6, "small": 100}, 2)

@@ -1,4 +1,4 @@
-"""Which processes train together: a state machine of one process.
+"""Membership: the state machine by which one process agrees with the others on the processes that train.
 
 [Note: generations]
 
@@ -9,18 +9,20 @@ generation and writes it into the store of the launcher, under the generation's 
 one proposal becomes the next generation, whichever processes propose. A process that is not in it can never send to the
 others again, because the new members connect to each other anew. It may come back as a newcomer, under another name.
 
-What a process observes, such as a lost connection, never decides who is a member. It only makes a process stop and
+Observations of a process, such as a lost connection, never decide the membership. They only make a process stop and
 report. A report that comes after the decision changes nothing.
 
 [Note: the step of a generation]
 
-A step is committed when the optimizer steps, after the gradients of all members have arrived. If a member is lost in
-this moment, some members may have committed the step and others not. A process can be at most one step behind, because
-it takes part in every step. The next generation begins after the last step that one of its members has committed. The
-members behind it load the state of one that is not.
+This module calls each commit that `steps.py` counts a step.
 
-A step that was committed only by processes that are lost is run again by the others. Nothing of it is left: a save is
-collective, so it happens only after all members have committed the step.
+A step is committed when the optimizer steps, after the gradients of all members have arrived. If a member is lost at
+this moment, some members may have committed the step and others not. A process is at most one step behind, because it
+takes part in every step, unless replicas drift under a strategy. The next generation begins after the last step that
+any of its members has committed. Members that are behind this step load the state of a member that has committed it.
+
+A step that only lost processes have committed is run again by the others. No trace of it remains, not even in a saved
+state: a save is collective, so it happens only after all members have committed the step.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class Report:
-    """What a process publishes when it stops for the next generation.
+    """The message that a process publishes when it stops for the next generation.
 
     Args:
         member: the name of the process.
@@ -63,12 +65,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a process has observed while it waits for the next generation.
+    """The observations of a process while it waits for the next generation.
 
     Args:
         reports: the reports for the next generation, by member.
-        ended: the members that certainly take no more part: their processes have ended, or have left the loop. A member
-            that is only silent is not among them.
+        ended: the members that have certainly left: their processes have ended, or have left the loop. A member that is
+            only silent is not among them.
         alive: the members that show signs of life. They may be computing, and report later.
         decided: the next generation, if it has been decided.
     """
@@ -81,11 +83,11 @@ class Observation:
 
 @dataclass(frozen=True)
 class Rules:
-    """When a smaller or larger generation may begin.
+    """The conditions under which a smaller or larger generation may begin.
 
     Args:
         min_ranks: the smallest number of members.
-        max_ranks: the number of members up to which newcomers are taken in. Further newcomers wait.
+        max_ranks: the number of members up to which newcomers are admitted. Further newcomers wait.
         needs_majority: whether more than half of the members that have not certainly ended must report.
         patience_seconds: how long the reporting members wait for a member that shows no sign of life and has not
             certainly ended.
@@ -108,7 +110,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Propose:
-    """The process has to write this generation into the store, if the store has none of this number, and look again."""
+    """The process has to write this generation into the store, unless one with this number exists, and look again."""
 
     membership: Membership
 
@@ -124,7 +126,7 @@ class Adopt:
 
 @dataclass(frozen=True)
 class Leave:
-    """The process cannot train any more; the reason is a sentence."""
+    """The process has to leave the training; the reason is a sentence."""
 
     reason: str
 
@@ -139,8 +141,8 @@ def next_membership(
 
     Args:
         current: the present generation.
-        observed: what the process has observed.
-        rules: when a generation may begin.
+        observed: the observations of the process.
+        rules: the conditions for the next generation.
         waited_seconds: how long the process has waited for the reports.
 
     Returns:
@@ -184,7 +186,7 @@ def next_membership(
 
 
 class State(Enum):
-    """What a process does."""
+    """The state of one process."""
 
     TRAINING = "training"
     CHANGING = "changing"
@@ -195,12 +197,12 @@ class Member:
     """One process, from its first generation until it leaves.
 
     A process calls `stop` when it has to change the generation, publishes the report that `stop` returns, and then
-    calls `look` with what it observes, again and again, until the result is `Adopt` or `Leave`.
+    calls `look` with its observations repeatedly, until the result is `Adopt` or `Leave`.
 
     Args:
         name: the name of the process.
-        membership: its first generation, or, for a newcomer, the generation that it wants to join after.
-        rules: when a generation may begin. Equal in all processes.
+        membership: its first generation; for a newcomer, the present generation of the members.
+        rules: the conditions for the next generation. They are equal in all processes.
     """
 
     def __init__(self, name: str, membership: Membership, rules: Rules) -> None:
@@ -226,15 +228,15 @@ class Member:
         return Report(self.name, step)
 
     def look(self, observed: Observation, *, now: float) -> Action:
-        """Decide what this process does, after it has observed the store.
+        """Return the next action of this process, given its observations.
 
         Args:
-            observed: what it has observed of the generation that follows its present one.
+            observed: the observations about the generation that follows the present one.
             now: the time, in seconds.
         """
         assert self.state is State.CHANGING, self.state
         if self._step < 0 and (observed.alive or observed.decided is not None):
-            self._stopped_at = now  # the members are there
+            self._stopped_at = now  # the members are alive, so the timeout starts anew
         if observed.decided is not None:
             return self._follow(observed.decided)
         if self._step < 0:
@@ -247,7 +249,7 @@ class Member:
         return found
 
     def _wait_to_be_taken_in(self, observed: Observation, now: float) -> Wait | Leave:
-        """Wait until the members take this newcomer in, as long as one of them may have the state."""
+        """Wait until the members admit this newcomer, as long as one of them may have the state."""
         left = [name for name in self.membership.members if name not in observed.ended]
         if left and all(name in observed.reports and observed.reports[name].step < 0 for name in left):
             reason = "no process is left that has the state of the training"
@@ -264,9 +266,7 @@ class Member:
             self.membership = decided
             self.state = State.TRAINING
             return Adopt(decided, loads=self.name not in decided.sources)
-        if (
-            self._step < 0
-        ):  # the members had no place for it, or had decided before it asked: ask for the next one
+        if self._step < 0:  # no room, or decided before this process asked: ask to join the next generation
             self.membership = decided
             return Wait(())
         self.state = State.OUT

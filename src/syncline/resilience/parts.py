@@ -35,7 +35,7 @@ def wrappers_in(state: TrainState) -> list[DistributedDataParallel]:
     """Return the wrapped modules of a training state.
 
     Raises:
-        ValueError: there is none, or one cannot follow another number of ranks.
+        ValueError: there is none, or one cannot adapt to another number of ranks.
     """
     found = [
         part
@@ -47,7 +47,7 @@ def wrappers_in(state: TrainState) -> list[DistributedDataParallel]:
     if not found:
         raise ValueError(
             f"expected state to have a module wrapped by sl.DistributedDataParallel, got {state!r} without one. "
-            "Without it, no collective decides whether a step stands"
+            "Without it, no collective determines whether a step is committed"
         )
     for wrapper in found:
         replica = wrapper._replica
@@ -120,7 +120,7 @@ def load_sent(state: TrainState, sent: Mapping[str, Any], *, values: bool, own: 
         sent: the result of `state_to_send` on the other rank.
         values: whether to load the values of modules and optimizers and the position of the sampler. Otherwise only
             learning rates, schedulers and other small objects are loaded. Shards are never loaded.
-        own: whether the compressions of this rank have residuals, which they keep.
+        own: whether the compressions of this rank have residuals, which are then kept.
     """
     types = saved_types(state.named, sent)
     for name, one in state.named.items():
@@ -171,7 +171,7 @@ def _set_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> 
 
 
 def conclude(attached: AttachedOptimizer, *, is_made: bool) -> None:
-    """Make the step of this rank's shards that was interrupted, or drop it.
+    """Complete the interrupted step of this rank's shards, or discard it.
 
     Args:
         attached: the optimizer.
@@ -183,7 +183,7 @@ def conclude(attached: AttachedOptimizer, *, is_made: bool) -> None:
 
 
 def num_steps_of(attached: AttachedOptimizer) -> int:
-    """Return how many steps an optimizer has made. A step that only the shards of this rank have made counts, too."""
+    """Return the number of steps of an optimizer, including one that only the shards of this rank have made so far."""
     shards = sharded_state_of(attached.optimizer)
     return attached.num_steps + (isinstance(shards, AttachedShards) and shards.open_step.is_made)
 

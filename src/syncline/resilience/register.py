@@ -1,6 +1,6 @@
-"""The register of a job's members in the launcher's store: what each process reads and writes of it.
+"""The register of a job's members in the launcher's store: the keys that processes read and write.
 
-These are the messages, by key. A generation is a number, and a name is that of a process.
+G is the number of a generation, and NAME is the name of a process:
 
     loop                     the number of the call of `sl.steps` that runs now
     place RANK               the `Entry` of the process that began with this rank
@@ -10,7 +10,7 @@ These are the messages, by key. A generation is a number, and a name is that of 
     stopping G               a member has stopped for generation G, so the others have to stop, too
     here G NAME              the process is about to connect to the other members of generation G
     pulse NAME               a number that grows as long as the process runs
-    ended NAME               the process takes no more part: it has left the loop
+    ended NAME               the process has left the loop
     fault STEP NAME          the `Fault` that has ended the process in this step
 
 A launcher does not know the prefix of these keys. It writes without a prefix:
@@ -53,7 +53,7 @@ _STORE_TIMEOUT = timedelta(seconds=10)
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What the other members must know of a process."""
+    """The data of one process that the other members need."""
 
     name: str
     host: str
@@ -66,10 +66,10 @@ class Line:
     """A connection of one thread to the register.
 
     Args:
-        store: the launcher's store. The connection to it is a new one.
+        store: the launcher's store. A new connection to it is opened.
         silence_seconds: how long the network may fail before the connection counts as lost.
         answer_seconds: how long the store may take to answer.
-        note_silence: a function that is called with `answer_seconds` when an answer takes long. None: no function.
+        note_silence: a function that is called with `answer_seconds` when an answer takes long. None for no function.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class Line:
         return self._answer(self._store, question)
 
     def lost(self, names: Sequence[str]) -> set[str]:
-        """Return those of these processes whose end a launcher has recorded."""
+        """Return the processes among `names` whose end a launcher has recorded."""
         keys = {_lost(name): name for name in names}
         found = self._answer(self._whole, partial(SignedStore.readable, keys=[*keys])) if keys else {}
         return {keys[key] for key in found}
 
     def record_lost(self, name: str) -> None:
-        """Record in a launcher that a process has ended."""
+        """Record that a process has ended. Only launchers call this."""
         self._answer(self._whole, partial(SignedStore.set, key=_lost(name), text="lost"))
 
     def _answer(self, store: SignedStore, question: Callable[[SignedStore], T]) -> T:
@@ -112,7 +112,7 @@ class Line:
             return question(store)
         except (dist.DistNetworkError, dist.DistStoreError):
             raise PeerLost(
-                "the launcher's store, by which the processes agree on who trains together, has ended or cannot be "
+                "the launcher's store, through which the processes agree on membership, has ended or cannot be "
                 "reached. So this process cannot continue. The last lines of the first host's launcher name the cause. "
                 "Where there are several hosts, the network between them can be the cause"
             ) from None
@@ -138,7 +138,7 @@ def _lost(name: str) -> str:
 
 
 class Register:
-    """What one process reads and writes of the register.
+    """The access of one process to the register.
 
     Args:
         store: the launcher's store, with a prefix of this job.
@@ -162,7 +162,7 @@ class Register:
     def enrol(self, rank: int, size: int, rules: Rules) -> Membership:
         """Write the entry of this process, wait for those of all ranks, and return the first generation.
 
-        Ranks above `rules.max_ranks` are not among its members. They wait, and join when a rank is lost.
+        Processes beyond the first `rules.max_ranks` are not members of it. They wait, and join when a rank is lost.
         """
         keys = [f"place {rank}" for rank in range(size)]
         mine = json.dumps(asdict(self._entry))
@@ -195,7 +195,7 @@ class Register:
         return self.latest(present)
 
     def latest(self, known: Membership) -> Membership:
-        """Return the present generation, given one that is not newer."""
+        """Return the present generation. `known` is this generation or an earlier one."""
         while self._read([f"generation {known.generation + 1}"]):
             known = self._generation(known.generation + 1)
         return known
@@ -231,11 +231,11 @@ class Register:
         self._line.ask(lambda store: store.set_first(f"generation {membership.generation}", text))
 
     def observe(self, current: Membership) -> Observation:
-        """Return what can be observed of the generation after `current`."""
+        """Return the observations about the generation after `current`."""
         number = current.generation + 1
         decided = self._read([f"generation {number}"])
         if decided:
-            self.newcomers()  # whom others may have taken in before this process has read of them
+            self.newcomers()  # `decided` may contain newcomers whose entries this process has not read
             [(key, text)] = decided.items()
             return Observation({}, decided=decode(Membership, text, key))
         newcomers = [name for name in self.newcomers() if name not in current.members]
@@ -276,17 +276,17 @@ class Register:
             raise PeerLost("the other ranks have stopped, because a rank was lost meanwhile")
 
     def end(self) -> None:
-        """Record that this process takes no more part."""
-        with contextlib.suppress(PeerLost):  # the launcher has ended: nobody reads it any more
+        """Record that this process has left the loop."""
+        with contextlib.suppress(PeerLost):  # if the launcher has ended, no process reads the register
             self._line.ask(lambda store: store.set(f"ended {self._name}", "ended"))
 
     def ended(self, names: Sequence[str]) -> frozenset[str]:
-        """Return those of these processes that certainly take no more part."""
+        """Return the processes among `names` that have certainly ended or left the loop."""
         left = self._left(names)
         return left | self._killed([name for name in names if name not in left])
 
     def killed(self, names: Sequence[str]) -> frozenset[str]:
-        """Return those of these processes that have certainly ended, although they had not left the loop."""
+        """Return the processes among `names` that have certainly ended without leaving the loop."""
         left = self._left(names)
         return self._killed([name for name in names if name not in left])
 
@@ -302,7 +302,7 @@ class Register:
         return frozenset(found | self._line.lost(elsewhere))
 
     def record_fault(self, step: int, fault: Fault) -> bool:
-        """Record the exception that ends this process in a step. Return whether another process had the same there."""
+        """Record the exception that ends this process. Return whether another process had the same one in this step."""
         text = json.dumps(asdict(fault))
         self._line.ask(lambda store: store.set(f"fault {step} {self._name}", text))
         return fault in [one for name, one in self._faults(step).items() if name != self._name]
@@ -317,11 +317,11 @@ class Register:
         return {keys[key]: decode(Fault, text, key) for key, text in self._read([*keys]).items()}
 
     def in_words(self, names: Sequence[str] | frozenset[str]) -> str:
-        """Return the processes in words."""
+        """Return the names of the processes as text."""
         return ", ".join(sorted(names)) or "no process"
 
     def _alive(self, names: Sequence[str]) -> frozenset[str]:
-        """Return those of these processes that show signs of life."""
+        """Return the processes among `names` that show signs of life."""
         keys = {f"pulse {name}": name for name in names}
         now = time.monotonic()
         for key, text in self._read([*keys]).items():

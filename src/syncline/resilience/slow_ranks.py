@@ -1,7 +1,8 @@
-"""What `sl.steps` does about ranks that are slow over many steps: nothing, a warning, or training without them.
+"""Handling of ranks that are slow over many steps in `sl.steps`: none, a warning, or eviction.
 
-All ranks find the same stragglers behind the same gradients (`gradients/stragglers.py`). So before the next step, the
-slow rank leaves, and the others agree on a new membership without it. They need no vote.
+The step times of all ranks travel with the gradients, so all ranks detect the same stragglers after the same step
+(`gradients/stragglers.py`) and need no vote. Before the next step, the slow rank leaves, and the others agree on a new
+membership without it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class SlowRanks:
             wrapper._replica.gradients.reduction.stragglers.use(StragglerRule())
 
     def to_leave_behind(self) -> StragglerRecord | None:
-        """Return the slowest rank if the others train on without it. The result is the same on all ranks."""
+        """Return the straggler to evict, or None if there is none. The result is the same on all ranks."""
         if not self._evicts:
             return None
         here = world()
@@ -61,6 +62,6 @@ class SlowRanks:
         found = []
         for wrapper in self._wrappers:
             reduction = wrapper._replica.gradients.reduction
-            if reduction.transport.size == here.size:  # otherwise, other ranks have other times
+            if reduction.transport.size == here.size:  # otherwise, ranks of other groups see other times
                 found += reduction.stragglers.present
         return max(found, key=lambda one: one.late_seconds, default=None)

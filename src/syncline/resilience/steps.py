@@ -1,15 +1,15 @@
-"""`sl.steps`: a training loop that goes on without the ranks that are lost.
+"""`sl.steps`: a training loop that continues without the ranks that are lost.
 
 [Note: the step as a transaction]
 
 The body of a step runs forward and backward, and then the optimizer steps. It steps only after the gradients of all
-ranks have arrived. So if a rank is lost before that moment, no rank has stepped: the others agree on who is left,
+ranks have arrived. So if a rank is lost before that moment, no rank has stepped: the others agree on a membership,
 connect to each other anew, and run the body again.
 
 A collective may end on one rank and fail on another. Then some ranks have stepped and others have not. Each rank counts
 its *commits*: every step of an attached optimizer, and every end of a body. The ranks continue after the largest count.
 A rank with a smaller count loads the state of a rank with the largest one. If the body is run again after an optimizer
-has stepped in it, this step is not made again. So a body with several optimizers can be interrupted between them.
+has stepped in it, the optimizer does not step again. So a body with several optimizers can be interrupted between them.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class Step:
         self.number = number
         """The number of this step; the first is 1."""
         self.attempt = 0
-        """How often the body has begun; 1 in the first run. A body that prints or writes must look at this number."""
+        """The number of this run of the body; the first is 1. A body that prints or writes files has to check it."""
         self.discarded: list[str] = []
         """The reasons why earlier attempts were discarded."""
         self.is_committed = False
-        """Whether the step stands. The other members have made it, too."""
+        """Whether the step is committed. Unless replicas drift, the other members have made it, too."""
         self.num_samples: int | None = None
         """The number of samples that this rank has used in this attempt; `next_batch` counts them."""
         self.loss: Exception | None = None
         """The error that has interrupted the last attempt; None if none has."""
         self._loop = loop
         self._fault: Fault | None = None
-        """The error that has interrupted the last attempt, as other errors are compared with it."""
+        """The error that has interrupted the last attempt, in comparable form."""
         self._around_batch: contextlib.ExitStack | None = None
         """The contexts around the batch that `batches` has yielded last. An error in the body leaves them open."""
 
@@ -72,8 +72,8 @@ class Step:
     def next_batch(self) -> Any:
         """Return the next batch of the `data` that was given to `sl.steps`. Call it inside of the `with` block.
 
-        At the end of an epoch, the next epoch begins. After the loss of a rank, the batches are those of this rank
-        among the ranks that are left, and no sample that was used in a committed step comes again in this epoch.
+        At the end of an epoch, the next epoch begins. After the loss of a rank, the unused samples are divided
+        among the remaining ranks, and no sample that was used in a committed step comes again in this epoch.
         """
         if self._loop.keeps_global_batch:
             raise SynclineError(
@@ -137,9 +137,10 @@ class Step:
         return True
 
     def _is_loss(self, error: BaseException) -> bool:
-        """Return whether the body is run again after this error. An error of a backend is known by its words only.
+        """Return whether the body is run again after this error.
 
-        So an error of the program can seem to be one. It is known by coming again, from the same line.
+        Errors of a backend are recognized only by their text, so an error of the program can be mistaken for one. An
+        error of the program comes again in the next attempt, from the same line.
         """
         before, self._fault = self._fault, Fault.of(error)
         is_again = isinstance(error, RuntimeError) and not isinstance(error, SynclineError)
@@ -161,12 +162,12 @@ def steps(
     straggler_factor: float = 2.0,
     straggler_steps: int = 50,
 ) -> Iterator[Step]:
-    """Run training steps until `state.step` is `until`, and go on without ranks that are lost.
+    """Run training steps until `state.step` is `until`, and continue without ranks that are lost.
 
-    Call it on all ranks, after `sl.init`. The body of each step belongs into `with step:`. If a rank is lost, the body
-    ends there, the other ranks agree on who is left, and the body runs again on these ranks, in the same processes.
-    What the body has changed is undone: gradients, buffers, learning rates, scalers and random numbers. Parameters and
-    the state of optimizers change only in `optimizer.step()`, which is not made twice.
+    Call it on all ranks, after `sl.init`. The body of each step belongs inside `with step:`. If a rank is lost, the
+    body ends there, the other ranks agree on a membership, and the body runs again on these ranks, in the same
+    processes. Changes by the body are undone: gradients, buffers, learning rates, scalers and random numbers.
+    Parameters and the state of optimizers change only in `optimizer.step()`, which is not made twice.
 
     The end of the `with` block calls `state.commit`. Do not call it yourself.
 
@@ -185,17 +186,17 @@ def steps(
             are spare: they wait in this call, and join as soon as a rank is lost.
         keep_global_batch: whether each step uses as many batches as the training began with, also after ranks were
             lost. The remaining ranks then accumulate gradients over several batches (`step.batches`). Otherwise the
-            batch of all ranks becomes smaller.
+            global batch becomes smaller.
         needs_majority: whether the ranks that train on must be more than half of those that have not certainly ended.
             Without it, two halves of a job that cannot reach each other could both train on.
         patience: the time in seconds for which the others wait for a rank that shows no sign of life.
-        on_straggler: what to do about a rank that works much longer than the others, so that all wait for it. "warn":
+        on_straggler: the reaction to a rank that works much longer than the others, so that all wait for it. "warn":
             rank 0 warns, with the phase in which this rank loses the time. "evict": rank 0 warns, and the others train
             on without this rank, if they are at least `min_ranks`. None: nothing. `ddp.statistics()` records it anyway.
-        straggler_factor: how many times as long as the median of the ranks such a rank works, above 1. It is also at
-            least 5 ms a step slower. If you leave a rank of two or more behind at a factor of 2, training becomes
-            faster.
-        straggler_steps: the number of steps, at least 5, in which it is slow throughout (in each fifth of them).
+        straggler_factor: a straggler works at least this many times as long as the median of the ranks, above 1, and at
+            least 5 ms a step longer. Above a factor of 2, training is faster without the straggler, with any number of
+            ranks.
+        straggler_steps: the number of steps, at least 5, over which a straggler is slow (in each fifth of them).
 
     Yields:
         The next step; again the same step, if it was interrupted.
@@ -204,7 +205,7 @@ def steps(
         TypeError, ValueError: an argument is invalid. Or `keep_global_batch` is True, and replicas drift under a
             strategy. Or ranks are spare, and a module is sharded.
         PeerLost: too few ranks are left, or the launcher has ended, or this rank was slow and was left behind.
-        SystemExit: this process was spare, or has come to replace a lost one, and the others have ended without it.
+        SystemExit: this process was a spare or a replacement, and the other ranks have ended without it.
 
     Examples:
         >>> import torch, syncline as sl
@@ -273,7 +274,7 @@ class _Loop:
         self._slow = slow
         slow.watch(self.wrappers)
         self._change = (0.0, 0.0)
-        """When the last change of the ranks began, and when it had ended."""
+        """The times at which the last change of the ranks began and ended."""
 
     @property
     def batches_differ(self) -> bool:
@@ -305,7 +306,7 @@ class _Loop:
 
     def _one_step(self) -> Iterator[Step]:
         slow = self._slow.to_leave_behind()
-        # A rank with two batches needs longer than one with one.
+        # If ranks have unequal numbers of batches, a rank with more of them is no straggler.
         if slow is not None and not self.batches_differ:
             self._leave_behind(slow)
         self._let_newcomers_in()
@@ -322,13 +323,13 @@ class _Loop:
                 self._connect_anew(step.loss)
                 self._group.check_faults(step.number, step.loss)
                 step.discarded.append(self._group.change)
-                # This rank may have been behind, and has loaded the end of the step.
+                # This rank may have been behind, and have loaded a state in which the step is complete.
                 if self.training.state.step >= step.number:
                     return
                 self._say(step.number, "repeat the step")
 
     def _leave_behind(self, slow: StragglerRecord) -> None:
-        """Go on without a slow rank. All ranks make this call before the same step."""
+        """Continue without a slow rank. All ranks make this call before the same step."""
         self.training.end_step()
         num_ranks = world().size
         # The slow rank must not disconnect while another one is in its last step.
@@ -341,9 +342,9 @@ class _Loop:
         self._say(self.training.state.step + 1, "continue")
 
     def _let_newcomers_in(self) -> None:
-        """Go on together with processes that want to join, if there are any."""
+        """Continue together with processes that want to join, if there are any."""
         loss: Exception | None = None
-        if world().size == 1:  # a rank alone sends nothing by which it could tell others of the process
+        if world().size == 1:  # a single rank sends no gradients that could carry the report
             someone_waits = self.training.newcomers_wait() or self._group.someone_waits()
         elif self.training.ranks_meet:
             someone_waits = self.training.newcomers_wait()  # the same on all ranks
@@ -375,11 +376,11 @@ class _Loop:
         return self._group.is_loss(error)
 
     def end_by_fault(self, step: int, error: BaseException) -> None:
-        """Note that an exception ends this process in a step."""
+        """Record that an exception ends this process in a step."""
         self._group.end_by_fault(step, error)
 
     def _connect_anew(self, loss: Exception | None) -> None:
-        """Go on with the ranks that are left, and with those that join."""
+        """Connect to the remaining ranks, and to processes that join."""
         began_at = time.perf_counter()
         if loss is not None:
             for wrapper in self.wrappers:

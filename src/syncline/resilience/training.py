@@ -1,17 +1,17 @@
-"""One training state in `sl.steps`: which steps it has committed, and how its objects follow the ranks that are left.
+"""One training state in `sl.steps`: it counts commits, and adapts its objects to a new membership.
 
 [Note: ranks at different steps]
 
 Under strategies that let replicas drift, ranks make steps without a collective. So they can stop at different steps
 when a rank is lost. They also count each sync that they have written (see `strategies/execution/standing.py`) as a
-commit. A rank with a smaller count keeps its own parameters, and goes to the place of a rank with the largest one. Then
-all of them sync, so that replicas are equal when training goes on. The rank that was lost takes no part in this sync.
+commit. A rank with a smaller count keeps its own parameters, and takes over the step counts of a rank with the largest
+one. Then the remaining ranks sync, so that replicas are equal when training continues.
 
 [Note: shards]
 
 With `sharded=True`, all ranks confirm that they are about to step, and then each rank steps its shard. If a rank is
-lost after this, the step is made: a rank whose confirmation failed makes it when the ranks connect anew. Only the shard
-of the lost rank may not have made it.
+lost after this, the step is still made: a rank whose confirmation failed makes it when the ranks connect anew. Only the
+shard of the lost rank may lack it.
 
 Samples count as used when an optimizer steps with them. If the body is run again after this, and no optimizer steps in
 the second run, the samples of the second run come again.
@@ -45,7 +45,7 @@ class Training:
         attached: its optimizers.
         sampler: its sampler, if it has one.
         batches: the batches of this rank.
-        has_state: whether this rank has the state of the first step. A process that joins has not.
+        has_state: whether this rank has the state of the first step. A process that joins does not.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Training:
         for sharding in self._shardings:
             sharding.confirm()
         self._made = self._steps_now()
-        """The number of steps that each optimizer had made when the first attempt of this step began."""
+        """The number of steps that each optimizer had made before the first attempt of this step."""
         self._num_made = 0
-        """The number of steps of all optimizers when the last attempt began."""
+        """The total number of steps of all optimizers before the last attempt."""
         self._is_begun_anew = False
         """Whether optimizers have stepped in an attempt that was interrupted."""
         self._num_uncounted: int | None = None
@@ -81,7 +81,7 @@ class Training:
     # ------------------------------------------------------------------ a step
 
     def begin_attempt(self) -> None:
-        """Remember what the body finds."""
+        """Save the state that the body may change."""
         self._forget_newcomers()
         self._undo.begin()
         self._residuals.begin()
@@ -110,8 +110,8 @@ class Training:
         self._undo.restore()
 
     def commit(self, num_samples: int | None) -> None:
-        """Let the step stand."""
-        if self._is_begun_anew and self._num_steps == self._num_made:  # all was made in earlier attempts
+        """Commit the step."""
+        if self._is_begun_anew and self._num_steps == self._num_made:  # all were made in earlier attempts
             self._residuals.end()
             if self._samples.sampler is None:
                 self.state.commit(num_samples)
@@ -125,7 +125,7 @@ class Training:
             attached.num_made_before = 0
 
     def end_step(self) -> None:
-        """Record that the last step stands on all ranks, before they stop without having begun the next one."""
+        """Record that all ranks have committed the last step, before they stop between two steps."""
         self._made = self._steps_now()
 
     def _steps_now(self) -> list[int]:
@@ -146,16 +146,17 @@ class Training:
     # ------------------------------------------------------------------ processes that want to join
 
     def look_for_newcomers(self, look: Callable[[], bool] | None) -> None:
-        """Let all ranks learn at the same time whether a process wants to join.
+        """Report to all ranks, after the same step, whether a process wants to join.
 
         Args:
-            look: a function that looks. Only the result on rank 0 counts. None ends this.
+            look: a function that returns whether a process wants to join. Only its result on rank 0 counts. None ends
+                the reports.
         """
         for rounds in self._rounds:
             rounds.standing.begin(look)
 
         def look_in_backward() -> bool:
-            # A process is reported once in a while, so it must not be reported where it has no effect.
+            # `look` checks only once in a while, so do not call it where its result has no effect.
             return look is not None and not self._meet_at_syncs and look()
 
         for newcomers in self._riders:
@@ -163,7 +164,7 @@ class Training:
 
     @property
     def ranks_meet(self) -> bool:
-        """Whether all ranks meet, at syncs or by their gradients, so that they can stop after the same step."""
+        """Whether all ranks take part in syncs or in gradient averages, so that they can stop after the same step."""
         if not self._rounds:
             return True
         drifting = [rounds for rounds in self._rounds if not rounds.is_synchronous]
@@ -174,7 +175,7 @@ class Training:
         return any(rounds.meets_at_syncs for rounds in self._rounds)
 
     def newcomers_wait(self) -> bool:
-        """Return whether rank 0 has reported a process that wants to join. All ranks have received the same."""
+        """Return whether rank 0 has reported a process that wants to join. The result is the same on all ranks."""
         if self._rounds and self._meet_at_syncs:
             return any(rounds.standing.someone_waits for rounds in self._rounds if rounds.meets_at_syncs)
         return any(newcomers.are_waiting for newcomers in self._riders)
@@ -190,7 +191,7 @@ class Training:
     # ------------------------------------------------------------------ a change of the ranks
 
     def follow(self, membership: Membership) -> None:
-        """Let the objects of the training state follow a new membership. A collective call of its members."""
+        """Adapt the objects of the training state to a new membership. A collective call of its members."""
         here = world()
         transport = transport_of(None)
         self._undo.clear_gradients()  # a process that joins has none, and their memory is needed
@@ -201,7 +202,7 @@ class Training:
             rounds.standing.conclude(is_written=here.rank in behind)
         for attached in self._attached:
             conclude(attached, is_made=here.rank in behind)
-        self._count_samples()  # of a step concluded here: if a rank is lost before this one loads, it is not behind
+        self._count_samples()  # of a step completed here: if the load is interrupted, this rank is not behind again
         if here.rank in behind:
             self._settle_shards()
         for wrapper in self._wrappers:
@@ -210,7 +211,7 @@ class Training:
         if here.rank in donors:
             send_state(self._sent(), transport, behind, donors)
         elif here.rank in behind:
-            # A process that joins does not need what it has built. A rank that is behind may yet need its own state.
+            # A joining process does not need its own state. A rank that is behind may still need it after an error.
             sent = receive_state(transport, donors, self._sent() if is_new else None)
             loads = is_new or len(self._rounds) < len(self._wrappers) or self._is_synchronous
             self._load(sent, values=loads)
@@ -218,7 +219,7 @@ class Training:
         for wrapper in self._wrappers:
             gradients = wrapper._replica.gradients
             gradients.count_from_step(self.state.step)
-            gradients.riders.forwards.forget()  # those of an interrupted step, or of steps that one rank made alone
+            gradients.riders.forwards.forget()  # those of an interrupted step, or of steps without other ranks
         self._forget_newcomers()  # also on a rank that has loaded the end of the step in which they were reported
         if self._rounds:
             self._samples.meet(transport, is_new=is_new, has_loaded=loads)
@@ -245,7 +246,7 @@ class Training:
     def _is_equal(self) -> bool:
         """Whether all ranks that are not behind have the same state, so that each can send a part of it."""
         encodes = any(wrapper._replica.config.compression is not None for wrapper in self._wrappers)
-        return not self._rounds and not encodes  # ranks have their own residuals of a compression
+        return not self._rounds and not encodes  # each rank has its own residuals of a compression
 
     @property
     def _is_synchronous(self) -> bool:
@@ -258,7 +259,7 @@ class Training:
         self._samples.were_dealt()
 
     def _sent(self) -> dict[str, Any]:
-        """Return the state that ranks receive that are behind."""
+        """Return the state to send to ranks that are behind."""
         return {
             "state": state_to_send(self.state),
             "num_steps": self._steps_now(),
@@ -270,7 +271,7 @@ class Training:
         """Load the state of another rank.
 
         Args:
-            sent: what `_sent` returned there.
+            sent: the result of `_sent` on that rank.
             values: whether to load the values of modules and optimizers, too.
         """
         load_sent(self.state, sent["state"], values=values, own=self._has_state)

@@ -1,8 +1,8 @@
-"""The state that the body of a step finds when it begins, so that the body can be run again.
+"""Snapshots of the state at the beginning of the body of a step, so that the body can be run again.
 
-Parameters and the state of optimizers are not copied: only an optimizer's step changes them, and a step that was made
-is not made again (see `steps.py`). All else that a body usually changes is small: buffers, learning rates, the counters
-of schedulers and scalers, and random number generators.
+Parameters and the state of optimizers are not copied: only an optimizer's step changes them, and a completed step is
+not repeated (see `steps.py`). The rest of the state that a body usually changes is small: buffers, learning rates, the
+counters of schedulers and scalers, and random number generators.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Undo:
 
     Args:
         named: the objects of the training state, by name. Modules, optimizers, learning rate schedulers and GradScalers
-            are restored; the sampler has a position that only a commit changes.
+            are restored. The sampler is not, because only a commit changes its position.
     """
 
     def __init__(self, named: Mapping[str, Any]) -> None:

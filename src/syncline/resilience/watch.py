@@ -1,11 +1,11 @@
-"""What a process does in the background while it trains: it shows that it runs, and watches one other process.
+"""The background thread of a training process: it sends a pulse, and watches the pulse of one other process.
 
 [Note: why a process watches another one]
 
 A collective does not end if a member is stopped, or if the network between two hosts fails: no connection closes. So
 each member looks for the signs of life of the next member, in rank order; the last one watches the first one. If some
-members are cut off, at least one of the others watches one of them. It ends its own collectives, and so the others
-notice that it stops. They then agree on who is left, which takes `patience` if the silent members do not come back.
+members are cut off, at least one of the others watches one of them. It ends its own collectives, so that the others
+stop, too. They then agree on a membership, which takes `patience` if the silent members do not come back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Neighbour:
     """The transport of the generation."""
     pulse: str = ""
     seen: float = 0.0
-    """When the last pulse was first seen."""
+    """The time when the last pulse was first seen."""
 
 
 class Watch:
@@ -63,11 +63,11 @@ class Watch:
         self._neighbour = _Neighbour(entry, rank, membership.generation, transport, seen=time.monotonic())
 
     def end(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._neighbour = None
 
     def look(self, line: Line) -> None:
-        """Look once. If the neighbour is lost, or the others have stopped, end the collectives of this process."""
+        """Check once. If the neighbour is lost, or the others have stopped, end the collectives of this process."""
         watched = self._neighbour
         if watched is None:
             return
@@ -77,12 +77,12 @@ class Watch:
         now, shown = (
             time.monotonic(),
             found.get(pulse, watched.pulse),
-        )  # a missing or unreadable pulse is no new one
+        )  # a missing or unreadable pulse does not count as new
         if shown != watched.pulse:
             watched.pulse, watched.seen = shown, now
         who = f"rank {watched.rank} on {watched.entry.host}"
         if stopping in found:
-            self._stop(watched, "other ranks have stopped, to agree on who is left")
+            self._stop(watched, "other ranks have stopped, to agree on a new membership")
         elif ended in found:
             watched.seen = now  # it has left the loop, as this process is about to
         elif line.lost([name]):
@@ -102,7 +102,7 @@ class Watch:
 
 
 def _runs_here(entry: Entry) -> bool:
-    """Return whether a process is on this host, and runs. It may be in a long call that keeps its threads waiting."""
+    """Return whether a process runs on this host. Its pulse may be missing, because a long call blocks its threads."""
     process, own = entry.process, RankProcess.own()
     if process is None or own is None or process.host != own.host:
         return False
@@ -115,7 +115,7 @@ class Pulse:
     Args:
         line: a connection of the thread's own.
         name: the name of this process.
-        watch: what this process watches meanwhile.
+        watch: the watch to run after each beat.
     """
 
     def __init__(self, line: Line, name: str, watch: Watch) -> None:
@@ -140,11 +140,11 @@ def _beat(line: Line, name: str, watch: Watch, over: threading.Event) -> None:
             watch.look(line)
             last_good = time.monotonic()
         except StoreSilent:
-            pass  # its process is stopped, and may continue: until then the ranks train on
+            pass  # the launcher is suspended, and may be resumed: until then the ranks train on
         except PeerLost as error:
             if not over.is_set():
                 watch.has_failed(error)
             return
-        except Exception as error:  # the next beat may succeed, and nobody else hears of this one
+        except Exception as error:  # the next beat may succeed; no other code reports this failure
             if time.monotonic() - last_good > SILENT_SECONDS:
                 watch.has_failed(SynclineError(f"the watch over the next rank fails: {error!r}"))

@@ -9,7 +9,7 @@ liveness, transport.
 asked.py         the arguments of `init`, checked
 ending.py        the end of the process: reports of an exception to the launcher and the peers; an end without a hang
 listening.py     sockets for stores, which listen at one address only; this module needs no torch
-process.py       what a rank writes for the launcher beside its error file; the end of a rank when the launcher ends
+process.py       the error file and other records of a rank for its launcher; its end when the launcher ends
 ranks.py         World: the rank and the device of a process, and the number of ranks
 registry.py      objects that the library attaches to a user's modules, found by their class
 rendezvous.py    the ranks wait for each other at the store, compare their arguments, and agree on a backend

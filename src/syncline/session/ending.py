@@ -128,7 +128,7 @@ class Destroyer:
     def hold(self, group: object) -> None:
         """Hold a reference to a group until it has been destroyed, and drop it in this thread.
 
-        The last reference to a Gloo group waits for threads of the group, which can take 20 ms. So nobody waits for it.
+        Dropping the last reference to a Gloo group waits for threads of the group, which can take 20 ms.
         """
         self._held.append(group)
 

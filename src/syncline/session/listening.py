@@ -19,7 +19,7 @@ NO_LOOPBACK = (
     "this host, container or network namespace has no IPv4 loopback address (127.0.0.1), by which the processes of a "
     "host connect. Switch the loopback interface on, as root, by: ip link set lo up"
 )
-"""What to say, and what to do, if `has_loopback` returns False."""
+"""The cause and the remedy, for errors if `has_loopback` returns False."""
 
 
 def has_loopback() -> bool:

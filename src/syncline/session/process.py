@@ -118,12 +118,12 @@ def name_in_steps(path: str) -> str:
 
 
 def came_to_steps(path: str) -> bool:
-    """Return whether the process with this error file has come to `sl.steps`."""
+    """Return whether the process with this error file has entered `sl.steps`."""
     return os.path.exists(path + _IN_STEPS) or os.path.exists(path + _LEFT_STEPS)
 
 
 def record_program_end(path: str) -> None:
-    """Record for the launcher that the program of this process has ended, and that the interpreter is to end, too.
+    """Record for the launcher that the program of this process has ended, and that its interpreter is about to end.
 
     Args:
         path: the path of the launcher's error file. The record is a file beside it.
@@ -144,7 +144,7 @@ def forget_program_end(path: str) -> None:
 
 
 def forget_rank(path: str) -> None:
-    """Remove all that a former process has recorded in this error file and beside it."""
+    """Remove all records of a former process in this error file and beside it."""
     for left in (path, path + _IN_STEPS, path + _LEFT_STEPS, path + _ENDED):
         with contextlib.suppress(FileNotFoundError):
             os.remove(left)

@@ -46,14 +46,15 @@ REMEDY = 'Pass the same arguments to sl.init on every rank. If only some ranks h
 """The last line of an error about different arguments of `sl.init`: how to prevent the error."""
 
 _ROUND_SECONDS = 60.0
-"""How long a rank that was started again waits for rank 0, which was started again at the same time."""
+"""How long a restarted rank waits for rank 0, which is restarted at the same time."""
 
 _POLL_SECONDS = 0.05
 
 _LOST = ("connection closed", "connection reset", "broken pipe")
 """Words of torch's errors about a connection that was closed at its other end.
 
-They are fewer than those of `is_of_backend`: while ranks connect, a wrong network interface is no lost rank.
+The list is shorter than that of `is_of_backend`: while ranks connect, other errors often have another cause, such as a
+wrong network interface.
 """
 
 _READ_SECONDS = environment.patience(10.0)
@@ -136,7 +137,7 @@ class Stores:
         """Return the store for the next `init`. It puts a new prefix before each key.
 
         Without the prefix, `init` could read messages of an earlier `init`, or messages that are older than a restart.
-        Inits at other places do not count, because the other ranks may not have been there.
+        Calls of `init` with another address, rank or size count separately, because other ranks may lack them.
 
         Raises:
             CollectiveTimeout: rank 0 did not arrive in time, or this rank could not connect to the store.
@@ -150,7 +151,7 @@ class Stores:
         return self.of_last_init
 
     def for_changes(self, met: Store | None) -> Store | None:
-        """Return the store by which the ranks agree when a rank is lost.
+        """Return the store by which the ranks agree on a membership when a rank is lost.
 
         Ranks that are all on the host of one launcher use a folder, so that they need no answer of the launcher.
 
@@ -170,8 +171,8 @@ def _round(store: Store, env: Environment, timeout_seconds: float) -> str:
 
     A store of the launcher outlives the ranks, and it holds messages of ranks that were started earlier. torchrun's
     agents start the ranks again on all hosts, but they count the starts differently: an agent does not count those that
-    another one began. So rank 0 makes a new name. A rank that finds a name under which it has been there in an earlier
-    life waits for the next one.
+    another one began. So rank 0 makes a new name. A rank that finds a name that it has used in an earlier start waits
+    for the next one.
     """
     if not env.launcher_has_store:
         return str(env.generation)  # rank 0 opens a new store
@@ -303,10 +304,10 @@ def _store_lost(rank: int, size: int, error: Exception) -> PeerLost:
 def failed_connection(
     error: RuntimeError, mine: Presence, everyone: Sequence[Presence], timeout_seconds: float
 ) -> SynclineError | None:
-    """Return what `sl.init` raises if the ranks have met, but could not connect to each other. None stands for `error`.
+    """Return the error that `sl.init` raises if ranks have met, but could not connect. None stands for `error`.
 
     Args:
-        error: the error of the connection. Those of torch name no rank.
+        error: the error of the connection. Errors of torch name no rank.
         mine: the message of this rank.
         everyone: the messages of all ranks.
         timeout_seconds: how long the ranks were allowed to take.

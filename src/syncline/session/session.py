@@ -69,7 +69,7 @@ _REFUSAL_SECONDS = environment.patience(10.0)
 """How long a rank with invalid arguments waits for the other ranks, in seconds, so that they raise the error, too."""
 
 _REGROUP_SECONDS = environment.patience(10.0)
-"""How long ranks that are all about to connect may take, in seconds. A rank that is stopped meanwhile costs this time.
+"""The time limit for ranks that are about to connect, in seconds. A rank that is suspended meanwhile costs this time.
 """
 
 
@@ -111,7 +111,7 @@ class Session:
         self._regrouped: Callable[[], object] = lambda: None
         """A weak reference to the default group whose ranks have met in `_job_store`."""
         self._asked = Asked()
-        """The arguments of `init`, or what stands for them if the program has not called it, for a new default group.
+        """The arguments of `init` for a new default group, or defaults if the program has not called `init`.
         """
         self._former_world: World | None = None
         """The world of the default group that `disconnect` has closed."""
@@ -354,7 +354,7 @@ class Session:
             del group  # so that the last reference is not this one
             destroyer.end(destroy=True)
             if joined is not None:
-                # Until there is a new group, this process is joined to no others, so it leaves none at its end.
+                # Until there is a new group, this process is not joined to other ranks, so it has none to leave.
                 own = None if joined.destroyer is None else Destroyer()
                 self._joined = replace(joined, group=None, destroyer=own)
 
@@ -433,7 +433,7 @@ class Session:
     # ------------------------------------------------------------------ while the ranks are joined
 
     def is_joined(self) -> bool:
-        """Return whether the effects of `init` last. `world.is_joined` documents this method."""
+        """Return whether the effects of `init` are in force. `world.is_joined` documents this method."""
         return self._joined is not None and self._joined.is_current()
 
     def world(self) -> World:

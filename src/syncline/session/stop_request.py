@@ -115,7 +115,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.is_asked = False
         self.why: str | None = None
-        """The reason of the first request; None if nobody has asked for a stop."""
+        """The reason of the first request; None if no stop was requested."""
         self._handlers: list[_Handler] = []
 
     def ask(self, why: str) -> None:

@@ -146,7 +146,7 @@ def timeout_seconds() -> float:
 
 
 def disconnect() -> None:
-    """Close all process groups of this process, so that the others notice that it sends nothing more.
+    """Close all process groups of this process, so that the other ranks detect that it has stopped sending.
 
     `regroup` then creates a new default group.
     """
@@ -166,15 +166,15 @@ def regroup(
 ) -> World:
     """Create torch's default group anew, with other ranks. First close all process groups of this process.
 
-    All ranks of the new group must make this call. Ranks of the former group may have ended. The device stays.
+    All ranks of the new group must make this call. Ranks of the former group may have ended. The device stays the same.
 
     Args:
         key: a text that no earlier call of the job had, the same on all ranks of the new group.
         rank, size: the rank of this process in the new group, and the number of ranks.
         local_rank, local_size: the rank of this process among the ranks of its host, and their number.
-        connection: a connection to the store in which the ranks have met (`job_store`). Later calls can get it again.
-        has_ended: a function that returns those of some ranks of the new group whose processes have ended. It may raise
-            an error, too, which ends this call.
+        connection: a connection to the store in which the ranks have met (`job_store`). Later calls may reuse it.
+        has_ended: a function that takes ranks of the new group, and returns those whose processes have ended. It may
+            raise an error, which ends this call.
         processes: the process of each rank of the new group; None for one whose system does not show it.
 
     Returns:
@@ -207,7 +207,7 @@ def before_shutdown(wait: Callable[[], object]) -> None:
 def begin_in_fork() -> None:
     """Forget what the parent process has joined.
 
-    Call this function in a fork that becomes a rank itself. The parent must be no rank of several.
+    Call this function in a fork that becomes a rank itself. The parent must not be joined to other ranks.
     """
     _SESSION.begin_in_fork()
 

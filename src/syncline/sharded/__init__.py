@@ -3,7 +3,7 @@
 Imports: errors, words, checks, _torch, liveness, transport, session, optimizers, tensors, gradients.
 
 attached.py   an attached optimizer, whose parameters are this rank's shards
-methods.py    the methods of an optimizer that are replaced while its parameters are shards, and its open step
+methods.py    the methods of an optimizer that are replaced while its parameters are shards; steps in progress
 optimizer.py  the step of a sharded module
 part.py       tensors of which each rank has a part
 sharing.py    `share_`, `write_shared`, and the guard that makes writers and readers of shared parameters wait

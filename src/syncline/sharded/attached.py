@@ -169,7 +169,7 @@ class AttachedShards(ShardedState):
     # ------------------------------------------------------------------ the optimizer's methods
 
     def _step_inside(self, around_step: Callable[[AttachedShards, Callable[[], Any]], Any]) -> None:
-        """Let this function make the steps. The optimizer keeps its owner alive, which refers to this object."""
+        """Make steps by `around_step`. The optimizer, and not this object, keeps the owner of this method alive."""
         self._around_step = weakly(around_step)
         vars(self.optimizer)["around_step"] = around_step
 
@@ -437,7 +437,7 @@ class AttachedShards(ShardedState):
     def _keep_apart(self, state_of: Mapping[int, dict[str, Any]]) -> None:
         """Cut the shards anew, if states with different step counts would be in one piece.
 
-        Such a state was saved after a rank was lost, with whom a part of the state was lost.
+        Such a state was saved after a part of the state had been lost together with a rank.
         """
         apart = kinds_of(state_of)
         if any(apart.values()) and apart != self._apart:

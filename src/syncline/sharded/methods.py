@@ -1,4 +1,4 @@
-"""The methods of an optimizer that are replaced while its parameters are shards, and its open step, which all make."""
+"""The methods of an optimizer that are replaced while its parameters are shards, and steps that are in progress."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ReplacedMethods:
             setattr(optimizer, function.__name__, weakly_bound(optimizer, self._unless_back(function)))
 
     def put_back(self) -> None:
-        """Let the optimizer's methods be the former ones again."""
+        """Restore the former methods of the optimizer."""
         self._are_back = True
 
     def _unless_back(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,10 +106,10 @@ class OpenStep:
         self.is_made = False
 
     def conclude(self, *, is_made: bool) -> bool:
-        """Make the step that was announced, or drop it. Return whether this rank has made a step without the others.
+        """Make or discard the announced step. Return whether this rank has made a step that it has not closed.
 
         Args:
-            is_made: whether another rank has made it.
+            is_made: whether another rank has made this step.
         """
         if is_made and self._prepared is not None:
             self.make()

@@ -115,11 +115,11 @@ class Sharding:
         former = self._former = None if former is None else former.settled()
         """The shards to which this rank returns if another rank is lost before all have the new ones."""
         self.num_moves: int = 0 if former is None else former.num_moves
-        """How often the shards have moved to other ranks."""
+        """The number of times that the shards have moved to other ranks."""
         self.optimizers: list[AttachedShards] = [] if former is None else former.optimizers
         self._whole = module
         self.confirms: bool = former is not None and former.confirms
-        """Whether the ranks confirm that all of them are about to step, so that a step is never made by some only."""
+        """Whether the ranks confirm that all of them are about to step, so that either all or none make a step."""
         self.num_received = 0
         """The number of steps after which this rank has received the shards of all other ranks."""
         self._module = ShardedModule(
@@ -176,8 +176,8 @@ class Sharding:
     def owners_in(self, lane: Transport) -> list[int | None]:
         """Return for each shard a rank of another group that has it; None if it is lost. A collective call.
 
-        Afterwards all ranks of the group have the same parameters. The lost shards are those of a rank that has
-        received most: its elements have made the last step, or not.
+        Afterwards all ranks of the group have the same parameters. The values of a lost shard come from the rank that
+        has received shards most often. They may lack the last step.
 
         Args:
             lane: the transport between the ranks of the other group.

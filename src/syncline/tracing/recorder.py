@@ -56,7 +56,7 @@ class Recorder(Observer):
     Events are kept until 50 ms have passed since the last time, and then written together: to write each on its own
     costs several times as much. So a process that is killed loses the events of at most its last 50 ms, or the last
     one. If a file cannot be written, for example because the disk is full, the recorder warns once and stops. Training
-    goes on.
+    continues.
 
     Args:
         directory: the directory of the trace.
@@ -74,7 +74,7 @@ class Recorder(Observer):
         self._kept: list[Event] = []
         """Events that are not written yet."""
         self._due_at = 0.0
-        """When they are to be written."""
+        """The time at which they have to be written."""
         self._lines = Lines()
         self._contracts: dict[Source, Callable[[], Contract]] = {}
         self._layouts: dict[Source, int] = {}
@@ -87,7 +87,7 @@ class Recorder(Observer):
         self._hooks: list[Any] = []
         """The handles of the hooks by which the steps of all optimizers are seen."""
         self._steps_begun: dict[int, float] = {}
-        """When steps of optimizers have begun that have not ended, by the id of the optimizer."""
+        """The begin of each optimizer step that has not ended, by the id of the optimizer."""
 
     # ------------------------------------------------------------------ events
 
@@ -256,7 +256,7 @@ class Recorder(Observer):
         self.stop()
         warn_user(
             f"rank {rank}: the trace in {self._directory} ends here, because it could not be written: {error}. "
-            "Training goes on. What was recorded before can be read"
+            "Training continues. The events before this can be read"
         )
 
     def _open(self, rank: int) -> TraceFile:

@@ -135,7 +135,7 @@ class DivergenceRow(NamedTuple):
 
 
 class PlaceRow(NamedTuple):
-    """Where the rank was."""
+    """The place of the rank at a time."""
 
     at: int
     step: int | None

@@ -265,7 +265,7 @@ class Transport(ABC):
 
     @property
     def reduces_in_place(self) -> bool:
-        """Whether the engine reduces tensors from `allocate` faster than other tensors."""
+        """Whether the transport reduces tensors from `allocate` faster than other tensors."""
         return False
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -123,7 +123,7 @@ class C10dTransport(WatchedTransport):
             raise FORKED.on_rank(rank)
         group_seconds = timeout_seconds_of(group) or _FALLBACK_TIMEOUT_SECONDS
         timeout_seconds = group_seconds if timeout_seconds is None else timeout_seconds
-        self._group: Any = group  # None once closed. Typed as Any, because no operation starts after that.
+        self._group: Any = group  # None after `close`; Any, because no operation starts after that
         self._owns_group = False
         self._messages: Any = None if connection is None else group.get_group_store()
         """The store at which some ranks exchange the addresses of a new group. None before the first such group."""

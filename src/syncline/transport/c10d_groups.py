@@ -257,7 +257,7 @@ def destroy(groups: list[dist.ProcessGroup]) -> None:
     def destroy() -> None:
         with contextlib.suppress(
             Exception
-        ):  # the program may be destroying it, too; nobody waits for the result
+        ):  # the program may destroy the group at the same time; the result is not needed
             if is_living(groups[0]):
                 dist.destroy_process_group(groups[0])
         groups.clear()

@@ -33,7 +33,7 @@ this very process: others wait for ranks that have noticed it, and send nothing 
 """
 
 _LOOK_SECONDS_PER_RANK = 0.001
-"""What is added to `_LOOK_SECONDS` for each rank of the group, because a look reads a file for each process."""
+"""The time to add to `_LOOK_SECONDS` for each rank of the group, because a check reads a file for each process."""
 
 _MAX_LOOK_SECONDS = 0.02
 

@@ -182,7 +182,7 @@ class Riders:
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """The subject of each rider whose word has a width above 0."""
+        """The subjects of the riders that send at least one bit."""
         return tuple(rider.subject for rider in self.riders if rider.num_bits)
 
     def begin_step(self, step: int) -> None:

@@ -144,7 +144,7 @@ class NonFiniteWatch(NonFinite):
         self.was_reported = words.any_set
 
     def receive_nothing(self, step: int) -> None:
-        """Store that no rank reported gradients that are not finite."""
+        """Record that no rank reported gradients that are not finite."""
         self.was_reported = False
 
     # ------------------------------------------------------------------ the decision of all ranks

@@ -8,7 +8,7 @@ This is the default. A step without NaN and infinity must not become slower by i
 - gradients that are not sent (in a world of one rank, or under a strategy with local steps) are in no bucket. Of these,
   only one small gradient is checked, and only in the first steps and in each eighth step after them. If the loss is
   NaN, this gradient is NaN, too, and it stays so in the steps that follow;
-- after the warning nothing is checked any more, because the weights are no longer finite either.
+- after the warning, the checks end, because the weights are no longer finite either.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class NonFiniteNotice(NonFinite):
         """Whether gradients are still checked. All ranks have the same value, unless gradients are not sent."""
         self._own = OwnGradients()
         self._reported: Found = {}
-        """What this rank reports in the present step."""
+        """The findings that this rank reports in the present step."""
         self._age = 0
         """The number of steps since the step of `_reported`."""
         self._late: LateResult | None = None

@@ -1,7 +1,7 @@
 """Rider: a look at the replicas in the steps 1, 2, 4, 8, 16, ..., which warns once if parameters differ between ranks.
 
-This is the default. Everything else looks at causes for which replicas drift apart, such as gradients that are not
-reduced. This rider looks at the result, so it also finds causes that nobody has foreseen. An accelerator hashes its
+This is the default. The other checks look for causes of drift, such as gradients that are not
+reduced. This rider looks at the result, so it also detects drift with unforeseen causes. An accelerator hashes its
 parameters in its own time, and a rank reports the result in a later step.
 
 A program may change parameters for a part of a step, on each rank in another way, as sharpness-aware minimization does.

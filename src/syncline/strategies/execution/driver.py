@@ -70,7 +70,7 @@ class Rounds:
             argument is the number of the step.
         equalize_buffers: a function that makes the buffers equal on all ranks; a collective call.
         present_buffers: a function that returns the buffers that are synchronized.
-        title_in_events: the name of the module in events, which can be another one on each rank.
+        title_in_events: the name of the module in events, which can differ between ranks.
 
     Raises:
         TypeError, ValueError: the strategy does not fit the module or the ranks. If it does not fit on one rank, all
@@ -112,7 +112,7 @@ class Rounds:
         self._sent_at: dict[int, int] = {}
         """For each fragment, the step after which its outer gradient was last sent."""
         self.standing = Standing(transport)
-        """The syncs that stand when a rank is lost."""
+        """The two-phase commit of parameter syncs."""
         self._parameters = [parameter for _, parameter in named]
         self._lane = transport.lane(f"parameters of {title}")
         """The lane for the parameters and the tensors averaged with them. It carries no other data."""
@@ -120,7 +120,7 @@ class Rounds:
         self._present_buffers = present_buffers
         self._mechanism: Mechanism | None = None
         self._kept = Kept()
-        """The data that actions need beside the module. For gossip and parameter servers `_connect` creates it."""
+        """The data that actions need in addition to the module. `_connect` creates it for gossip and servers."""
         fault = None
         try:
             # Syncline's own strategies raise Syncline's errors. Errors of a user's strategy are marked as user code.
@@ -213,7 +213,7 @@ class Rounds:
         self._start()
 
     def _start(self) -> None:
-        """Copy the parameters as the start, if no step was made so far."""
+        """Copy the parameters as the starting point. Only the first call does this."""
         # Not in __init__, because values may be loaded into the module after it was wrapped.
         if self._settled_at is None:
             self._settled_at = self.step
@@ -231,8 +231,8 @@ class Rounds:
 
         Args:
             attached: the optimizer.
-            has_failed: whether an error was raised after the step. Then this rank is where it would be if its actions
-                had failed: they are not carried out, and `settle` makes the parameters equal if training goes on.
+            has_failed: whether an error was raised after the step. Then the strategy's actions are not carried out, as
+                if they had failed, and `settle` makes the parameters equal if training continues.
         """
         self.are_equal = False
         was_synchronous = self.is_synchronous
@@ -268,7 +268,7 @@ class Rounds:
             remedy="Call it after the same number of steps on every rank, with the same settings.",
         )
         self.step_begins()
-        # Most parameters that differ are known to differ by the samples, so that the others need not be read.
+        # If the hashes of samples differ, the parameters differ. Only if they are equal, all values are hashed.
         if averaged and len(set(samples)) == 1 and self._are_found_equal(title, averaged):
             self.standing.contain(self.step)
             self.synced_at |= dict.fromkeys(synchronized_by(actions, has_buffers=False), self.step)
@@ -281,7 +281,7 @@ class Rounds:
         self._settled_at = self.step
 
     def _are_found_equal(self, title: str, tensors: Sequence[Tensor]) -> bool:
-        """Compare tensors between all ranks by a hash. A collective call, which errors name by `title`."""
+        """Return whether hashes of tensors are equal on all ranks. A collective call, called `title` in errors."""
         return len(set(exchange(self.transport, title, [], payload=hash_of(tensors)))) == 1
 
     def check_may_wait(self, what: str) -> None:
@@ -430,19 +430,19 @@ class Rounds:
 
     @property
     def contained(self) -> int:
-        """The last step of the other ranks whose changes the parameters of this rank contain."""
+        """The last step of which the parameters of this rank contain the changes by all ranks."""
         return max(self.standing.contained, self._kept.closed_up_to)
 
     @property
     def meets_at_syncs(self) -> bool:
-        """Whether all ranks meet only at syncs, which they confirm."""
+        """Whether syncs, which are confirmed, are the only calls in which all ranks take part."""
         sends_to_single_ranks = isinstance(self._mechanism, PushSumWeight | ServerShard)
         return self.strategy.needs_attach and not sends_to_single_ranks and not self.is_synchronous
 
     def follow(self, transport: Transport, spec: Spec) -> None:
-        """Synchronize over another group from now on, and discard what is in flight. A collective call.
+        """Synchronize over another group from now on, and discard data in flight. A collective call.
 
-        The ranks may be at different steps. `place`, `go_to` and `settle` bring them to one.
+        The ranks may be at different steps. `place`, `go_to` and `settle` bring them to the same step.
         """
         self.transport, self._spec = transport, spec
         self.standing.follow(transport)
@@ -457,7 +457,7 @@ class Rounds:
         self._connect(None)
 
     def place(self) -> dict[str, Any]:
-        """Return how far this rank is, for `go_to` on ranks that are behind."""
+        """Return this rank's step counts and the strategy's state, for `go_to` on ranks that are behind."""
         return {
             "state": self._plan._asdict(),
             "step": self.step,
@@ -468,7 +468,7 @@ class Rounds:
         }
 
     def go_to(self, place: Mapping[str, Any]) -> None:
-        """Continue as far as another rank is, without its parameters. Nothing is sent."""
+        """Take over another rank's step counts and strategy state, but not its parameters. Nothing is sent."""
         self.optimizers.continue_at(place["step"], place["taken"])
         self.standing.continue_at(place["num_written"], place["contained"])
         self._plan = self.strategy.state_from(place["state"], self._spec)
@@ -476,7 +476,7 @@ class Rounds:
             self._start()
 
     def settle(self) -> None:
-        """Make the parameters equal on all ranks, which are at the same step now. A collective call."""
+        """Make the parameters equal on all ranks. All ranks have to be at the same step. A collective call."""
         plan, actions = self.strategy.at_change(self._plan, Progress(step=self.step), self._spec)
         if self._settled_at is None:
             actions = ()  # no rank has made a step
@@ -516,7 +516,7 @@ class Rounds:
         if self._kept.name in saved:
             self._kept.load_state_dict(saved[self._kept.name])
         else:
-            self._kept.start()  # a run with one rank has saved the state, and had no servers
+            self._kept.start()  # the state was saved by a run with one rank, which has no servers
         self._plan = self.strategy.state_from(saved["state"], self._spec)
         self.optimizers.continue_at(saved["step"])
         self._settled_at = saved["step"] if saved["has_started"] else None

@@ -76,15 +76,15 @@ def flat_groups(tensors: Sequence[Tensor]) -> list[FlatGroup]:
 
 
 _PIECE_BYTES = 4 * 1024 * 1024
-"""The largest size of a piece: of the outer gradients that one collective averages."""
+"""The most bytes of outer gradients that one collective averages."""
 
 _Kind = tuple[torch.dtype, torch.device]
 
 
 class Wires:
-    """The memory in which outer gradients are averaged: for each kind of tensor, two pieces that are used in turn.
+    """The buffers in which outer gradients are averaged: for each kind of tensor, two that are used in turn.
 
-    The memory is kept from round to round, and is that of the transport, which reduces it fastest.
+    The transport allocates the buffers, because it reduces its own memory fastest. They are kept from round to round.
 
     Args:
         transport: the lane for the outer gradients.
@@ -101,23 +101,23 @@ class Wires:
         self._made: dict[_Kind, list[Tensor]] = {}
 
     def prepare(self, kinds: Iterable[_Kind]) -> None:
-        """Make the memory for these kinds of tensors, if it was not made yet. A collective call."""
+        """Allocate the buffers for these kinds of tensors, unless they exist already. A collective call."""
         for kind in kinds:
             if kind not in self._made:
                 numel = self._numels[kind]
                 self._made[kind] = [self.transport.allocate(numel, *kind) for _ in range(2)]
 
     def take(self, kind: _Kind, numel: int, turn: int) -> Tensor:
-        """Return memory for `numel` elements. It must not be in use since the last but one `turn`."""
+        """Return a buffer for `numel` elements. Two buffers alternate: finish with the one of `turn` - 2 first."""
         wire = self._made[kind][turn % 2]
         return wire if wire.numel() == numel else self.transport.narrow(wire, numel)
 
 
 class InPlaceMean:
-    """The mean outer gradient of some parameters, which replaces the values of these parameters for a while.
+    """The mean outer gradient of some parameters, which temporarily replaces the values of these parameters.
 
     The caller then writes the result of the outer step into the parameters. The outer gradient is computed and averaged
-    piece by piece in other memory. So if a collective fails, no parameter is left half-averaged.
+    piece by piece in separate buffers. So if a collective fails, no parameter is left half-averaged.
 
     Args:
         local: the parameters.

@@ -1,4 +1,4 @@
-"""`Kept`: the interface of the data that a strategy's actions need beside the module."""
+"""`Kept`: the interface of the data that a strategy's actions need in addition to the module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from syncline.transport.base import Transport
 
 
 class Kept:
-    """The data of one rank that a strategy's actions need beside the module.
+    """The data of one rank that a strategy's actions need in addition to the module.
 
     This base class is for strategies that need no such data. Subclasses keep data, and carry out actions on it.
     """
@@ -34,16 +34,16 @@ class Kept:
 
     @property
     def closed_up_to(self) -> int:
-        """The last step whose changes of all ranks were received by messages; 0 if there is no parameter server."""
+        """The last step of which the values of all shards contain the updates by all ranks; 0 without a server."""
         return 0
 
     @property
     def is_settled(self) -> bool:
-        """Whether a state can be saved or loaded now, because no message is in flight."""
+        """Whether no update is in flight, so that a state can be saved or loaded now."""
         return True
 
     def start(self) -> None:
-        """Copy the current parameters as the start of the next step. They must be equal on all ranks."""
+        """Copy the current parameters as the starting point. They must be equal on all ranks."""
 
     def restart(self) -> None:
         """Start again from the current parameters, after a call such as `sl.broadcast_` has made them equal."""

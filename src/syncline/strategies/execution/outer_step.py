@@ -27,13 +27,13 @@ from syncline.tensors.targets import as_real
 from syncline.transport.base import Transport
 
 _LEAST_PART = 0.1
-"""Of the mean change of the ranks. An outer optimizer that takes less in the long run is hardly ever meant."""
+"""The part of the ranks' mean change that an outer optimizer is expected to apply at least, in the long run."""
 
 
 def _warn_of_small_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Warn of an outer SGD that keeps nearly nothing of what the ranks learn, as torch's defaults do (lr=0.001)."""
+    """Warn of an outer SGD that applies hardly any of the ranks' mean change, as with torch's default lr=0.001."""
     if type(optimizer) is not torch.optim.SGD:
-        return  # the steps of others do not grow with the gradient, or are unknown
+        return  # the updates of other optimizers do not scale with the gradient, or are unknown
     for group in optimizer.param_groups:
         rate, momentum = float(group["lr"]), group["momentum"]
         if momentum < 1 and rate / (1 - momentum) < _LEAST_PART:
@@ -53,7 +53,7 @@ class OuterLoop(Kept):
         named: the module's parameters with their names. The names are the same on all ranks.
         copies: the fragments, the function that makes the optimizer, and the compression of outer gradients.
         transport: the lane for the outer gradients. It carries no other data.
-        standing: the confirmation of outer steps.
+        standing: the two-phase commit of outer steps.
 
     Raises:
         TypeError: `copies.outer` does not return an optimizer.
@@ -128,7 +128,7 @@ class OuterLoop(Kept):
     def follow(self, transport: Transport) -> None:
         """Average over the ranks of this lane from now on, and discard the averages in flight.
 
-        The copies, their optimizer and the residuals of this rank stay.
+        The copies, their optimizer and the residuals of this rank are kept.
         """
         self.optimizer.zero_grad(set_to_none=True)
         wires = Wires(transport, self._local.values())
@@ -192,7 +192,7 @@ class _Fragment:
         self._wires, self._compression = wires, copies.compression
         self._exchanges = self._new_exchanges(wires.transport)
         self._is_open = False
-        """Whether the fragment's outer gradient was sent, and its outer step was not written yet."""
+        """Whether the fragment's outer gradient was sent, and its outer step has not been written yet."""
         self._arrived: list[Tensor] | None = None
         """The mean outer gradients, if `state_dict` waited for them before the outer step; otherwise None."""
         self._keeps_sent = copies.keeps_sent
@@ -216,7 +216,7 @@ class _Fragment:
         ]
 
     def follow(self, wires: Wires) -> None:
-        """Average over the ranks of this lane from now on. An average that was not written does not count."""
+        """Average over the ranks of this lane from now on. Discard an average that was not written."""
         self._wires = wires
         former, self._exchanges = self._exchanges, self._new_exchanges(wires.transport)
         for before, exchange in zip(former, self._exchanges, strict=True):
@@ -235,7 +235,7 @@ class _Fragment:
         self._is_open = True
         self._in_place = InPlaceMean(self._local, self._common) if self._replaces(keeps=keeps) else None
         if self._in_place is not None:
-            return  # the call that receives the mean follows at once
+            return  # `receive_gradients` follows at once, and averages
         for group, exchange in zip(self._groups, self._exchanges, strict=True):
             if keeps:
                 exchange._keep()

@@ -21,7 +21,7 @@ class PushSum(Kept):
 
     A rank's values, multiplied by its current weight, are a weighted sum of the values of several ranks. A rank sends
     equal parts of this sum and of its weight to other ranks. So rounds change neither the total of the sums nor the
-    total of the weights over all ranks. Changes by the steps of a rank count with the initial weight of that rank.
+    total of the weights over all ranks. Changes by the steps of a rank are weighted by its initial weight.
     Therefore the values of all ranks approach the weighted mean over all ranks.
 
     Args:
@@ -110,7 +110,7 @@ class PushSum(Kept):
         return values
 
     def _values(self, groups: Sequence[FlatGroup]) -> list[Tensor]:
-        """Return the values of the tensors. Changes since the last write count with this rank's initial weight."""
+        """Return the values of the tensors. Changes since the last write are weighted by this rank's initial weight."""
         values = [group.read() for group in groups]
         if self._has_equal or len(self._written) != len(values):
             return values

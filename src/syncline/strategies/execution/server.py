@@ -159,7 +159,7 @@ class ShardedServer(Kept):
         self._values.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last values of all shards on this rank. No update may be in flight when this is called."""
+        """Return the last values of all shards that this rank has received. No update may be in flight."""
         return {
             "served": self._served.clone(),
             "written": self._written.clone(),

@@ -1,12 +1,13 @@
-"""What stands when a rank is lost: the syncs that were written, and the steps whose values they contain.
+"""Two-phase commit of parameter syncs: all remaining ranks write the result of a sync, or none, if a rank is lost.
 
 [Note: a sync as a transaction]
 
-A collective may end on one rank and fail on another, because a third rank is lost. Without more, the first rank would
-have written the mean, and gone on, and the second one not. In `sl.steps` all ranks therefore confirm that they have
-received the result of a sync, and only then write it. The confirmation may end on one rank and fail on another, too.
-But then this other rank has the result. When the ranks agree on who is left, it learns whether any rank has written the
-result. If so, it writes it, too. If none has, all of them discard it, and sync again without the lost rank.
+A collective may complete on one rank and fail on another, because a third rank is lost. Without a second phase, the
+first rank would write the mean and continue, and the second one would not. In `sl.steps` all ranks therefore confirm
+that they have received the result of a sync, and only then write it. The confirmation, too, may complete on one rank
+and fail on another. But then both ranks have the result. When the ranks agree on a membership, a rank whose
+confirmation failed learns whether another rank has written the result. If so, it writes the result, too. If not, all
+ranks discard the result, and sync again without the lost rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from syncline.transport.base import Transport
 
 
 class Standing:
-    """The syncs of one module that all ranks have written, and the confirmation of the next one.
+    """The two-phase commit of one module's parameter syncs, and counts of the syncs that were written.
 
     Args:
         transport: the transport between the ranks.
@@ -31,9 +32,9 @@ class Standing:
         self.num_written = 0
         """The number of syncs that were written."""
         self.contained = 0
-        """The last step of the other ranks whose changes the parameters of this rank contain."""
+        """The last step of which the parameters of this rank contain the changes by all ranks."""
         self.someone_waits = False
-        """Whether a process wants to join the ranks, as rank 0 has said in the last confirmation."""
+        """Whether a process wants to join the ranks, as rank 0 reported in the last confirmation."""
         self._transport = transport
         self._asks: Callable[[], bool] = lambda: False
         self._prepared: Callable[[], object] | None = None
@@ -64,7 +65,7 @@ class Standing:
         self._write_prepared()
 
     def conclude(self, *, is_written: bool) -> None:
-        """Write the result that was not confirmed, or discard it.
+        """Write or discard the result whose confirmation failed.
 
         Args:
             is_written: whether another rank has written it.
@@ -74,7 +75,7 @@ class Standing:
         self._prepared = None
 
     def follow(self, transport: Transport) -> None:
-        """Confirm by the ranks of this transport from now on."""
+        """Confirm over this transport from now on."""
         self._transport, self.someone_waits = transport, False
 
     def continue_at(self, num_written: int, contained: int) -> None:

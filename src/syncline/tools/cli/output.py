@@ -1,4 +1,4 @@
-"""What commands print and write: messages, files, and what happens if something cannot be printed.
+"""The output of commands: messages, files, and the handling of output that cannot be printed.
 
 Text that is printed waits in a buffer. A full disk is often noticed only when the buffer is written at the end. Without
 a check there, Python would end with a message of its own, or the output would be lost and the exit code would be 0.
@@ -39,8 +39,8 @@ def write_file(path: Path, text: str, *, option: str, follows_link: bool = True)
         path: the file. A pipe needs a reader: without one, the command would wait for ever.
         text: the text.
         option: the option that names another file.
-        follows_link: whether the file may be a link to another one. It must not if the user has not named it: who made
-            the folder would choose which file of the user is overwritten.
+        follows_link: whether the file may be a link to another one. Pass False if the user has not named the file:
+            otherwise the owner of the folder could choose which file of the user is overwritten.
 
     Raises:
         UsageError: the file cannot be written.

@@ -76,7 +76,7 @@ The command ends when all ranks have ended, or with Ctrl-C.
 """
 
 _EVERY_SECONDS = 1.0
-"""How often the picture is shown."""
+"""The interval at which the picture is shown."""
 
 _CLEAR = "\033[H\033[2J"
 

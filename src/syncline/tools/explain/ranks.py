@@ -65,7 +65,7 @@ class StepObserver(Observer):
         self._num_steps = 0
         self._has_reported = False
         self._updates_under_way: dict[int, float] = {}
-        """When the steps of optimizers have begun that have not ended, by the id of the optimizer."""
+        """The begin of each optimizer step that has not ended, by the id of the optimizer."""
 
     # ------------------------------------------------------------------ events
 

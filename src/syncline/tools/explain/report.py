@@ -1,4 +1,4 @@
-"""What rank 0 reports to `syncline explain`, its text, and the picture of a step in characters (pure functions).
+"""The report of rank 0 for `syncline explain`, its text, and the picture of a step in characters (pure functions).
 
 The picture has a row for each phase and each bucket, with bars on one axis of time. The report travels as JSON, so that
 the command itself needs no torch.
@@ -22,7 +22,7 @@ class Row(NamedTuple):
     kind: Kind
     label: str
     spans: Sequence[tuple[float, float]]
-    """When it began and ended, in order of time."""
+    """Pairs of a begin and an end, in order of time."""
     note: str = ""
     """A text behind the bars."""
     detail: str = ""
@@ -45,7 +45,7 @@ MOST_STEPS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command asks of the ranks."""
+    """The options that the command passes to the ranks."""
 
     num_ranks: int
     step: int | None

@@ -2,7 +2,7 @@
 
 `syncline run` is based on torch's elastic agent.
 
-display.py        where the lines of the ranks appear
+display.py        displays of the ranks' output
 failures.py       finds the rank that failed first, and describes its failure
 function.py       runs a function on several ranks, from a notebook or a plain script
 function_rank.py  the process of a rank that runs a function

@@ -1,4 +1,4 @@
-"""Where the lines of the ranks appear: as they are, or above a picture of what the ranks are doing."""
+"""Displays of the ranks' output: unchanged, or above a picture of the states of the ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ EXIT_OUTPUT_LOST = 74
 
 
 class Writer:
-    """Writes bytes to file descriptors. If the reader of one has closed it, as `| head` does, its bytes are dropped.
+    """A writer to file descriptors. If the reader of one has closed it, as `| head` does, its bytes are dropped.
 
-    The job then continues without this output. It also does if a disk is full, but then its exit code is not 0.
+    The job then continues without this output. It also continues if a disk is full, but then its exit code is not 0.
     """
 
     def __init__(self) -> None:
         self.failure: OSError | None = None
-        """The first error but that a reader has left."""
+        """The first error other than a broken pipe."""
         self._closed_fds: set[int] = set()
 
     def write(self, fd: int, data: bytes) -> None:
@@ -39,24 +39,24 @@ class Display:
     """A display that shows the output of the ranks, and nothing else. `syncline run --live` has another one."""
 
     only_rank_0 = False
-    """Whether the lines of the other ranks do not appear. If one of them fails, its error is printed at the end."""
+    """Whether only the lines of rank 0 appear. If another rank fails, its error is printed at the end."""
 
     owns_terminal = False
     """Whether rank 0 never writes to a terminal directly, as it usually does."""
 
     def __init__(self) -> None:
         self.writer = Writer()
-        """What writes the output, and the files in which it is kept."""
+        """The writer of the output, and of the files in which it is kept."""
 
     def show(self, fd: int, data: bytes) -> None:
         """Print complete lines to a file descriptor, which is 1 or 2."""
         self.writer.write(fd, data)
 
     def start_ranks(self, ranks: Sequence[int]) -> None:
-        """Note which ranks are started on this host now. They replace all ranks of a former attempt."""
+        """Record the ranks that are started on this host now. They replace all ranks of a former attempt."""
 
     def end(self) -> None:
-        """Show nothing more beside the output. Call this when the ranks have ended."""
+        """Stop showing anything but the output. Call this when the ranks have ended."""
 
 
 class DisplayOfRank0(Display):

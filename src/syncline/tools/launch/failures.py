@@ -268,7 +268,7 @@ def _end_of(tail: Sequence[str]) -> list[str]:
 def is_in(failure: Failure, printed: Iterable[str]) -> bool:
     """Return whether lines that were printed contain the error of a rank, apart from the numbers in it.
 
-    A rank that has recorded no exception has printed all that it had to say.
+    If a rank has recorded no exception, there is no error to print, so the result is True.
 
     Args:
         failure: the failure of the rank.

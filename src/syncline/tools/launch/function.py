@@ -106,7 +106,7 @@ def launch(
     Raises:
         PeerFailed: a rank raised an exception. The text names the rank that failed first, and shows its traceback.
         PeerLost: a rank was killed. The text names it.
-        TimeoutError: the ranks have not ended in time. They have printed where they were.
+        TimeoutError: the ranks have not ended in time. They have printed their stacks.
         TypeError, ValueError: an argument is invalid, or cannot be sent to a spawned rank.
         SynclineError: this process is a rank of a job, "fork" was requested and is not safe, or the system is Windows.
 
@@ -219,11 +219,11 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class _Cell(Display):
-    """Where the lines of the ranks appear. In a notebook, `sys.stdout` is the output of the cell."""
+    """A display that writes to `sys.stdout`, which is the output of the cell in a notebook."""
 
     def show(self, fd: int, data: bytes) -> None:
         stream = sys.stdout if fd == 1 else sys.stderr
-        with contextlib.suppress(OSError, ValueError):  # nothing reads it any more
+        with contextlib.suppress(OSError, ValueError):  # the reader of the output has ended
             stream.write(data.decode(errors="replace"))
             stream.flush()
 
@@ -334,7 +334,7 @@ class FunctionRanks:
         threading.Thread(target=run, name="syncline-launch", daemon=True).start()
         try:
             started.wait()
-        except BaseException:  # Ctrl-C: a process that starts later would be left
+        except BaseException:  # Ctrl-C, for example: a process that starts later would not be ended
             started.wait()
             raise
         finally:
@@ -368,7 +368,7 @@ class FunctionRanks:
             connection.wait([self._processes[rank].sentinel for rank in running], left)
 
     def _running(self) -> list[int]:
-        """Return the ranks that are running, and note those that have ended."""
+        """Return the ranks that are running, and record those that have ended."""
         for rank, process in enumerate(self._processes):
             if rank not in self._ended and (process.pid is None or process.exitcode is not None):
                 self._ended.append(rank)

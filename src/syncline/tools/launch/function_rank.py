@@ -79,7 +79,7 @@ def _use_pipes(folder: str) -> None:
 
 
 def _reset_signals() -> None:
-    """Undo what the parent does at signals. SIGQUIT prints the stacks of all threads."""
+    """Remove the signal handlers of the parent, and let SIGQUIT print the stacks of all threads."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
@@ -99,7 +99,7 @@ def _write(result: Any, path: str) -> None:
         content = pickle.dumps(result)
     except Exception as error:
         raise TypeError(
-            f"expected the function to return on rank 0 what can be pickled, got a {type(result).__name__} "
+            f"expected the function to return a value that can be pickled on rank 0, got a {type(result).__name__} "
             f"({type(error).__name__}: {error}): return numbers, text, tensors on the CPU or state dicts"
         ) from error
     with open(path, "wb") as file:

@@ -88,7 +88,7 @@ class Guardian:
             self._pipe.close()
         try:
             self._process.wait(_ENDING_SECONDS)
-        except subprocess.TimeoutExpired:  # it is stopped, and has nothing to do any more
+        except subprocess.TimeoutExpired:  # it is suspended, and has nothing left to do
             self._process.kill()
 
     def _write(self, line: bytes) -> None:

@@ -5,8 +5,8 @@
 The launchers of a resilient job on several hosts share a store, which is in the launcher of the first host, and which
 the ranks use as well. Each launcher records there that it runs, and, in the end, that its ranks have ended. The
 launcher with the store waits for all others, because their ranks need the store; a launcher that shows no sign of life
-is not waited for. torch's own wait at this place lasts five minutes if a host was lost, and no longer than that if the
-ranks of another host still train.
+is not waited for. torch's own wait at this place ends after five minutes in any case: late if a host was lost, and too
+early if the ranks of another host still train.
 
 A launcher also records the end of each of its ranks that was lost. The ranks of other hosts cannot see it, and would
 wait for the rank as long as for a silent one.
@@ -41,14 +41,14 @@ from syncline.tools.launch.output import say
 from syncline.tracebacks import forget_printed
 
 _SILENT_SECONDS = environment.patience(15.0)
-"""The time without a pulse after which a launcher is not waited for. Its ranks have given up by then."""
+"""The time without a pulse after which a launcher counts as lost. Its ranks have stopped waiting by then."""
 
 _POLL_SECONDS = 0.05
 
 _CONNECT_TIMEOUT = timedelta(seconds=30)
 
 _ENDED = "its ranks have ended"
-"""What a launcher records of itself in the end. Before that, it records its number: another one may take its place."""
+"""The final record of a launcher. Before, it records its number, because another launcher may take its place."""
 
 
 class Losses:
@@ -117,7 +117,7 @@ class Losses:
         return restarted
 
     def _end_those_who_cannot_join(self, ranks: SubprocessContext) -> None:
-        """End the ranks that have not come to `sl.steps` before the others have ended."""
+        """End the restarted ranks that have not entered `sl.steps`, if all other ranks have ended."""
         waiting = {rank for rank in self._joining if not came_to_steps(ranks.error_files[rank])}
         if not waiting:
             return
@@ -132,7 +132,7 @@ class Losses:
         return self._other_hosts is not None and self._other_hosts.are_running()
 
     def must_stay(self) -> bool:
-        """Return whether this launcher must not end, although its ranks have, because others need its store."""
+        """Return whether this launcher must outlive its ranks, because other launchers need its store."""
         return (
             self._other_hosts is not None and self._other_hosts.has_store and self._other_hosts.are_running()
         )
@@ -162,7 +162,7 @@ def processes_of(ranks: SubprocessContext) -> list[Popen[bytes]]:
 
 
 class _Reports(Watch):
-    """A launcher watches no neighbour, but says once why its pulse fails."""
+    """The watch of a launcher. It watches no neighbour, and only reports once why its pulse fails."""
 
     has_reported = False
 
@@ -191,7 +191,7 @@ class OtherHosts:
         launchers = PrefixStore(f"syncline launchers {variables['TORCHELASTIC_RESTART_COUNT']}", store)
         self._line = Line(launchers, _SILENT_SECONDS)
         self._seen: dict[int, tuple[list[str | None], float]] = {}
-        """What each other launcher has recorded last, and the time when it was first seen."""
+        """The last records of each other launcher, and the time when they were first seen."""
         self.are_training_without_this_host = bool(self._read([f"pulse {self._own}"])) and self.are_running()
         """Whether this launcher takes the place of one that was lost."""
         self._life = uuid.uuid4().hex

@@ -23,8 +23,8 @@ the ranks' own processes only, and the launcher then waits for the ranks.
 
 Torch's launcher ends all ranks as soon as it detects that one of them has failed. The other ranks detect this within
 milliseconds, and raise an error that names the rank, the step and the collective. `Workers` therefore waits for up to
-two seconds before the ranks are ended, so that they can record this error. So the launcher knows all failures of a
-moment, and what it says does not depend on which process ends first. It does not wait longer than until all ranks have
+two seconds before the ranks are ended, so that they can record this error. So the launcher knows all failures that
+occur together, and its message does not depend on which process ends first. The wait ends early if all ranks have
 ended.
 """
 
@@ -111,7 +111,7 @@ class Workers:
         self._error_files: set[str] = set()
         """The error files of all ranks that were started."""
         self._lingering_since: dict[int, float] = {}
-        """Since when the program of a process is known to have ended; infinity once the process has been named."""
+        """When the program of a process was seen to have ended; infinity after the process was reported."""
         self._ranks: list[Popen[bytes]] = []
         self._sessions: set[int] = set()  # each rank leads a session and a process group
         self._requested: signal.Signals | None = None
@@ -192,7 +192,7 @@ class Workers:
         self, poll: Callable[..., RunProcsResult | None], ranks: SubprocessContext
     ) -> RunProcsResult | None:
         self._name_lingering(ranks)
-        # They are read once: a rank that is lost from here on is seen the next time.
+        # Read the exit codes once: a rank that is lost later is detected in the next poll.
         codes = {rank: process.poll() for rank, process in enumerate(processes_of(ranks))}
         losses, lost = self._losses, set[int]()
         if losses:
@@ -219,9 +219,9 @@ class Workers:
         return poll(ranks)
 
     def _name_lingering(self, ranks: SubprocessContext) -> None:
-        """Say once of each rank whose program has ended that its process goes on to run, and how to see why.
+        """Report once each rank whose program has ended, but whose process still runs, and say how to find the cause.
 
-        It is not ended: it may wait for a thread, or write a file in a handler of `atexit`, as the user wants it.
+        The process is not killed: it may wait for a thread, or write a file in an `atexit` handler, on purpose.
         """
         now = time.monotonic()
         for local_rank, process in enumerate(processes_of(ranks)):
@@ -297,7 +297,7 @@ class Interruption:
         self._is_over = False
         self._num_received = 0
         self._received_at = 0.0
-        """When the first signal arrived, by the monotonic clock."""
+        """The time at which the first signal arrived, by the monotonic clock."""
         self.received: signal.Signals | None = None
         """The first signal, except SIGUSR1, that this handler has received. It is None if there was no signal yet."""
 
@@ -308,7 +308,7 @@ class Interruption:
         handlers[signal.SIGUSR1] = lambda *_: self._workers.pass_on(signal.SIGUSR1)
         handlers[signal.SIGALRM] = lambda *_: self._workers.kill()
         for number, handler in handlers.items():
-            # Who uses nohup wants SIGHUP to be ignored. SIGINT is also ignored in what a script starts with `&`, and
+            # Under nohup, SIGHUP has to stay ignored. A script starts programs with `&` so that they ignore SIGINT, but
             # there `kill -INT` must still end the job.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._replaced[number] = signal.signal(number, handler)
@@ -349,7 +349,7 @@ class Interruption:
         # Use a kernel timer, not a thread, because this runs between any two instructions of the main thread.
         signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
         if self._workers.are_running:
-            # In a thread, because the main thread may just be printing, or nobody may read the output. A `Thread` takes
+            # In a thread, because the main thread may just be printing, or the output may block. A `Thread` takes
             # locks when it starts, which the main thread may hold.
             _thread.start_new_thread(say, (_about(self.received, seconds),))
         if is_stop and self._workers.pass_on(self.received):
@@ -358,7 +358,7 @@ class Interruption:
 
 
 def _about(received: signal.Signals, seconds: float) -> str:
-    """Return what happens after the first signal, in words."""
+    """Return a text that says what happens after the first signal."""
     if received == signal.SIGINT:
         return f"interrupted: the ranks have {seconds:g} s to end; press Ctrl-C again to kill them now"
     to_do = "save and end" if received == signal.SIGTERM else "end"

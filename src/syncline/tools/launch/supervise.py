@@ -172,7 +172,7 @@ class Job:
     verbose: bool = False
     """Whether to show the log lines of torch's launcher."""
     display: Display = field(default_factory=Display)
-    """Where the lines of the ranks appear, unless torch's own log files are used."""
+    """The display for the lines of the ranks, unless torch's own log files are used."""
 
 
 def run_on_this_host(

@@ -42,7 +42,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What to choose."""
+    """The options to choose."""
 
     exact: Prediction
     """The fastest of the options that do not change the training."""

@@ -1,4 +1,4 @@
-"""Where it is trained: hosts, ranks, cores, memory and the link between hosts."""
+"""The cluster on which a job runs: hosts, ranks, cores, memory and the link between hosts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Cluster:
     memory_bytes: int | None = None
     """The memory of a host, or of one accelerator; None if it is not known."""
     engine: Engine = "shm"
-    """What connects the ranks of a host. Hosts are connected by Gloo, or by NCCL if ranks use it on a host."""
+    """The transport between the ranks of a host. Hosts are connected by Gloo, or by NCCL if ranks use it on a host."""
 
     @property
     def num_ranks(self) -> int:

@@ -1,4 +1,4 @@
-"""What one bucket costs on a cluster, by what is sent of it (pure functions)."""
+"""The cost of one bucket on a cluster, for each way to send it (pure functions)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from syncline.tools.plan.options import Codec
 
 
 class Sending(NamedTuple):
-    """What one collective costs, in seconds."""
+    """The cost of one collective, in seconds."""
 
     on_link: float = 0.0
-    """How long it occupies what connects the ranks."""
+    """How long it occupies the link between the ranks."""
     beside: float = 0.0
     """How long it needs besides, while the next collective can use the link."""
     work: float = 0.0

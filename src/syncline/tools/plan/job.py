@@ -1,4 +1,4 @@
-"""What is trained: the gradients in the order in which they become ready, and how long one rank computes.
+"""The job to train: the gradients in the order in which they become ready, and how long one rank computes.
 
 Times are in seconds, for one rank that computes beside the other ranks of its host and waits for none of them.
 """
@@ -44,9 +44,9 @@ class Job:
     update: float
     """The optimizer's step and everything else from the backward to the end of the step."""
     data: float = 0.0
-    """What comes before the forward."""
+    """The time before the forward, such as loading the batch."""
     times: str = "as given"
-    """Where the times come from, in words: "median of 10 steps"."""
+    """The origin of the times, in words: "median of 10 steps"."""
     activation_bytes: int = 0
     """The memory of one rank's batch; 0 if it is not known."""
 
@@ -80,8 +80,8 @@ class Job:
 def job_of_size(numel: int, *, compute: float) -> Job:
     """Return a job of which only the number of parameters and the length of a step are known.
 
-    The parameters are taken to be square matrices of one size, as many as is usual for models of this size, whose
-    gradients become ready evenly; so the number of parameters is only nearly the given one. Of a step, 30 % are taken
+    The parameters are assumed to be square matrices of one size, as many as is usual for models of this size, whose
+    gradients become ready evenly; so the number of parameters is only nearly the given one. Of a step, 30 % are assumed
     to be the forward, 60 % the backward, and 10 % the optimizer's step.
 
     Args:

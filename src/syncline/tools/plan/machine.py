@@ -1,4 +1,4 @@
-"""What synchronization costs on a machine: the figures that `syncline bench --calibrate` measures.
+"""The costs of synchronization on a machine: the figures that `syncline bench --calibrate` measures.
 
 Without a measurement, the figures of one machine with two cores are used; a plan then says so.
 """
@@ -20,7 +20,7 @@ _FORMAT = 1
 
 
 class Cost(NamedTuple):
-    """What a reduction costs, in seconds: fixed, and for each byte."""
+    """The cost of a reduction, in seconds: fixed, and for each byte."""
 
     fixed: float
     per_byte: float
@@ -29,7 +29,7 @@ class Cost(NamedTuple):
     work_per_byte: float
 
     def time(self, num_bytes: float) -> float:
-        """Return how long a reduction of so many bytes takes, if the ranks do nothing else."""
+        """Return how long a reduction of `num_bytes` bytes takes, if the ranks do nothing else."""
         return self.fixed + self.per_byte * num_bytes
 
     def work(self, num_bytes: float) -> float:
@@ -38,7 +38,7 @@ class Cost(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """What calls cost that do not depend on bytes, in seconds."""
+    """The costs of calls that do not depend on the number of bytes, in seconds."""
 
     per_gradient: float
     """The calls for one gradient in a synchronized backward."""
@@ -51,7 +51,7 @@ class Calls(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """What a compression costs for each value, in seconds."""
+    """The cost of a compression for each value, in seconds."""
 
     encoding: float
     decoding: float
@@ -143,7 +143,7 @@ class Machine:
 
 
 def _nearest(known: Mapping[int, object], num_ranks: int) -> int:
-    """Return the largest measured number of ranks that is not larger than this one; the smallest if there is none."""
+    """Return the largest measured number of ranks up to `num_ranks`, or else the smallest measured one."""
     smaller = [num for num in known if num <= num_ranks]
     return max(smaller) if smaller else min(known)
 

@@ -1,4 +1,4 @@
-"""What can be chosen: strategies, compressions, bucket sizes, sharding (data only)."""
+"""The options of a plan: strategies, compressions, bucket sizes, sharding (data only)."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Reduction(NamedTuple):
     """One bucket on its way."""
 
     ready: float
-    """When its last gradient is ready, after the beginning of a backward that nothing delays."""
+    """The time at which its last gradient is ready, after the beginning of a backward that nothing delays."""
     on_link: float
     """How long it occupies the link, so that the next bucket waits."""
     encoding: float = 0.0
@@ -66,20 +66,20 @@ def exposed_time(reductions: Sequence[Reduction], backward: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What one option would cost. Times are in seconds, means over steps."""
+    """The predicted cost of one option. Times are in seconds, means over steps."""
 
     option: Option
     step: float
     compute: float
     """The part of a step without any synchronization."""
     wire_bytes: float
-    """What a host sends to other hosts in a step."""
+    """The bytes that a host sends to other hosts in a step."""
     sent_bytes: float
-    """What a rank passes to the transport in a step."""
+    """The bytes that a rank passes to the transport in a step."""
     on_link: float
     """How long the link is occupied in a step."""
     memory_bytes: float
-    """What a rank keeps: parameters, gradients, optimizer, buckets, and the batch if it is known."""
+    """The memory of a rank: parameters, gradients, optimizer, buckets, and the batch if it is known."""
     num_buckets: int
 
     @property

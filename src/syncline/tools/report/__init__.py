@@ -2,7 +2,7 @@
 
 Imports of this package need no torch, so that a report is there at once.
 
-analysis.py     where the time of a step goes, who waits for whom, replicas that differed (pure functions)
+analysis.py     where the time of a step goes, waits for late ranks, replicas that differed (pure functions)
 chrome.py       the trace in the format of Chrome and Perfetto (pure functions)
 document.py     the data of a report, for the page and for `--format json` (pure functions)
 load.py         reads the files of a trace

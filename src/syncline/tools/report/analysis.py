@@ -44,7 +44,7 @@ _PART_OF: Mapping[str, str] = {
 """The part of a step to which a kind of span belongs. Waits are divided into "late" and "transfer"."""
 
 ENOUGH_STEPS = 10
-"""From so many steps on, figures are the ground of a verdict. Fewer say more about chance."""
+"""The smallest number of steps for a verdict. Figures of fewer steps are mostly noise."""
 
 _ENOUGH_MICROS = 20_000
 
@@ -76,7 +76,7 @@ class LateRankFigures:
     caused: float
     """How long each other rank waits for it, in microseconds a step."""
     share: float
-    """The part of all waits for late ranks that this rank causes."""
+    """The fraction of all waits for late ranks that this rank causes."""
     phase: str
     """The phase in which it loses the most time; "other" stands for calls of Syncline and parameter syncs."""
     phase_time: float
@@ -109,16 +109,16 @@ class Figures:
 
     @property
     def is_enough(self) -> bool:
-        """Whether these are enough steps for a verdict."""
+        """Whether there are enough steps for a verdict."""
         return self.num_steps >= ENOUGH_STEPS and self.num_steps * self.step >= _ENOUGH_MICROS
 
     def share(self, *parts: str) -> float:
-        """Return which part of a step these parts take."""
+        """Return the fraction of a step that these parts take."""
         return sum(self.parts.get(part, 0.0) for part in parts) / max(1.0, self.step)
 
     @property
     def exposed(self) -> float:
-        """The part of a step in which ranks wait for others, or for the transport."""
+        """The fraction of a step in which ranks wait for others, or for the transport."""
         return self.share(*EXPOSED)
 
 
@@ -254,18 +254,18 @@ _REACTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """A value that one check found different, once or again in later steps."""
+    """A value that a check found to differ between replicas, in one step or in several."""
 
     step: int
     """The step in which it was found first."""
     row: rows.DivergenceRow
-    """What was recorded when it was found first."""
+    """The row that was recorded when it was found first."""
     num_found: int
     """How often it was found."""
 
     @property
     def fact(self) -> str:
-        """What was found, and what the check did, as a clause."""
+        """A clause that says what was found, and what the check did."""
         row, more = self.row, self.row.num_differing - 1
         others = f" and {format_count(more, 'other value')}" if more > 0 else ""
         where = f" in {row.tensor}{others}" if row.tensor else ""
@@ -274,7 +274,7 @@ class Divergence:
 
     @property
     def detail(self) -> str:
-        """Sentences: which check has found it, which ranks are in the minority, and when the value was still equal."""
+        """Sentences about the check that found it, the ranks in the minority, and the last time of equal values."""
         row = self.row
         text = f"Found by {row.check}."
         if row.minority_ranks:

@@ -1,8 +1,7 @@
 """The data of a report, as `syncline report --format json` prints them and as the page draws them (pure functions).
 
-The page needs every span of every rank for a step that a user looks at. A long run has too many of them, so the
-document has a typical one, the slowest and the first step, the steps around each change of the ranks, and others
-evenly.
+The page needs every span of every rank to draw a step. A long run has too many steps for this, so the document has a
+typical step, the slowest and the first one, the steps around each change of the ranks, and others at even distances.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MAX_POINTS = 2000
 
 
 _TEXTS = ("kind", "headline", "detail", "cure")
-"""What a report says of a finding."""
+"""The fields of a finding that a report contains."""
 
 
 def document_of(run: Run, machine: Machine) -> dict[str, Any]:
@@ -196,7 +195,7 @@ def _contract(run: Run) -> dict[str, Any]:
     found = [row for row in run.modules if row.module == run.module and row.contract]
     if not found:
         return {}
-    # The contract was recorded with the buckets, in one of the first steps. What was done last then is no news now.
+    # The contract was recorded with the buckets, in one of the first steps, so its `last_done` is outdated.
     rules = [{**row, "last_done": ""} for row in found[-1].contract.get("rows", ())]
     return {**found[-1].contract, "rows": rules}
 

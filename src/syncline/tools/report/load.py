@@ -15,7 +15,7 @@ from syncline.tracing.file import parts_in
 R = TypeVar("R")
 
 MOST_BYTES = 128 * 1024 * 1024
-"""How much is read of all files together. In memory it is ten times as large."""
+"""The most bytes to read of all files together. In memory they take ten times as much."""
 
 
 class NoTrace(Exception):
@@ -24,7 +24,7 @@ class NoTrace(Exception):
 
 @dataclass(kw_only=True)
 class ProcessTrace:
-    """What one process has recorded."""
+    """The trace of one process."""
 
     process: rows.ProcessRow
     found: list[rows.Row] = field(default_factory=list)
@@ -53,7 +53,7 @@ class ProcessTrace:
 
 
 def load(directory: Path) -> list[ProcessTrace]:
-    """Return what each process has recorded, in the order of ranks and of time.
+    """Return the trace of each process, in the order of ranks and of time.
 
     Args:
         directory: the directory of the trace.
@@ -82,7 +82,7 @@ def _read_process(name: str, parts: list[tuple[int, Path]], most_bytes: int) -> 
     Args:
         name: the name of the file.
         parts: the numbers and paths of its parts.
-        most_bytes: how much to read.
+        most_bytes: the most bytes to read.
     """
     sizes = {path: _size_of(path) for _, path in parts}
     is_cut = [number for number, _ in parts] != list(range(len(parts)))
@@ -111,7 +111,7 @@ def _read_process(name: str, parts: list[tuple[int, Path]], most_bytes: int) -> 
 
 
 def _limited(files: Iterable[tuple[Path, int]], most_bytes: int) -> list[tuple[Path, int]]:
-    """Return how much to read of each of these files, so that it is so many bytes in all."""
+    """Return the number of bytes to read of each file, so that the total is at most `most_bytes`."""
     found = []
     for path, size in files:
         size = min(size, most_bytes)

@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\d[\d.,]* (?:%|ms|s|[kMG]?B)(?!\w)")
 """A number with a unit."""
 
 _EVENTS = {"ranks": "ranks changed", "diverged": "replicas differ", "discarded": "step discarded"}
-"""Kinds of events whose name is no word for a user."""
+"""The titles of those kinds of events whose names are not meant for users."""
 
 _CONTRACT = ("what", "size", "when", "how", "drift_allowed")
 
@@ -33,7 +33,7 @@ _NUM_NAMES = 4
 """The number of parameters of a bucket that its row shows."""
 
 _LATE_FROM = 0.05
-"""A phase of a rank is marked if it takes longer than on other ranks by this part of the rank's work."""
+"""A phase of a rank is marked if it takes longer than on other ranks by this fraction of the rank's work."""
 
 
 class _Markup(str):

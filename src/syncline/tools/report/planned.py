@@ -1,12 +1,12 @@
 """From a trace to a plan: the job and the cluster of a run, and its step as the planner predicts it (pure functions).
 
-The size of each gradient is not recorded: the gradients of a bucket are taken to be equally large matrices.
+The size of each gradient is not recorded: the gradients of a bucket are assumed to be equally large matrices.
 
 [Note: a step with other buckets]
 
 Gradients become ready during the backward, a bucket is sent as soon as its gradients are ready, and buckets are reduced
-one after the other. A reduction takes a fixed time and a time for its bytes. The step waits for what is left when the
-backward has ended.
+one after the other. A reduction takes a fixed time and a time for its bytes. When the backward
+has ended, the step waits for the remaining reductions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Link(NamedTuple):
     per_byte: float
 
     def time(self, num_bytes: float) -> float:
-        """Return how long the reduction of so many bytes takes."""
+        """Return how long the reduction of `num_bytes` bytes takes."""
         return self.fixed + self.per_byte * num_bytes
 
     @property
@@ -89,7 +89,7 @@ def wait_of(link: Link, buckets: Sequence[tuple[float, float]], backward: float)
 def cut_anew(buckets: Sequence[BucketFigures], cap_bytes: float) -> list[tuple[float, float]]:
     """Return when buckets of another size would be sent, and their bytes.
 
-    Gradients are taken to become ready evenly between the moments at which the recorded buckets were sent.
+    Gradients are assumed to become ready evenly between the moments at which the recorded buckets were sent.
     """
     total = sum(one.payload_bytes for one in buckets)
     cuts = [0.0, *(min(cap_bytes * nth, total) for nth in range(1, math.ceil(total / cap_bytes) + 1))]
@@ -97,7 +97,7 @@ def cut_anew(buckets: Sequence[BucketFigures], cap_bytes: float) -> list[tuple[f
 
 
 def _ready(at: float, buckets: Sequence[BucketFigures]) -> float:
-    """Return when so many bytes of gradients are ready."""
+    """Return the time at which the first `at` bytes of gradients are ready."""
     start, since = 0.0, 0.0
     for one in buckets:
         end, until = start + one.payload_bytes, max(one.sent, since)
@@ -181,7 +181,7 @@ def _buckets_of(figures: Figures) -> list[list[Gradient]]:
 
 
 def option_of(run: Run) -> Option | None:
-    """Return how a run synchronizes; None if the planner does not know it."""
+    """Return the planner's option for the way in which a run synchronizes; None if there is none."""
     reduction = _contract_of(run).get("reduction", "")
     if codec := _codec_in(reduction):
         return Option(compression=codec)
@@ -198,9 +198,9 @@ def _codec_in(expression: str) -> Codec | None:
 
 
 def predicted_rows(run: Run, figures: Figures, machine: Machine) -> list[dict[str, str]]:
-    """Return what the planner predicts for a run, beside what was measured.
+    """Return rows with the planner's predictions for a run beside the measurements.
 
-    The computation is that of the trace. The waits follow from what the machine's figures say about each bucket.
+    The computation time is that of the trace. The waits follow from the machine's figures for each bucket.
 
     Args:
         run: the run.

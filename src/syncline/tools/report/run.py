@@ -4,8 +4,8 @@
 
 Processes of one host read the same clock. The clocks of two hosts differ by an unknown offset. No messages are needed
 to find it: a rank can have the result of a bucket only after each other rank has sent its part. So each bucket bounds
-the offset from both sides, and the tightest bounds of many steps leave an interval of the length of one message there
-and back. Clocks drift apart by some microseconds a second, so the offset is found anew in each window of steps.
+the offset from both sides, and the tightest bounds of many steps leave an interval as long as one round trip of a
+message. Clocks drift apart by some microseconds a second, so the offset is found anew in each window of steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from syncline.tools.report.steps import RankStep, main_module, steps_of
 from syncline.tracing import rows
 
 WINDOW_STEPS = 200
-"""The number of steps for which an offset is taken to be constant."""
+"""The number of steps for which an offset is assumed to be constant."""
 
 
 class Meeting(NamedTuple):
@@ -36,7 +36,7 @@ class Meeting(NamedTuple):
 
 
 class Offset(NamedTuple):
-    """What to add to a time of a clock in the steps from `from_step` on, so that it is a time of the first clock."""
+    """The number that converts times of a clock to times of the first clock, in the steps from `from_step` on."""
 
     from_step: int
     offset: int
@@ -50,7 +50,7 @@ class Clock(NamedTuple):
     offsets: Sequence[Offset]
 
     def at(self, step: int) -> int:
-        """Return what to add to times in this step."""
+        """Return the offset to add to times in this step."""
         if not self.offsets:
             return 0
         index = bisect_right(self.offsets, step, key=lambda one: one.from_step) - 1
@@ -98,13 +98,13 @@ def compared(first: Meetings, other: Meetings) -> Clock | None:
 
 
 _SYSTEM_ERROR = 20_000
-"""How far the times of two systems are taken to differ at most, in microseconds."""
+"""The largest assumed difference between the system clocks of two hosts, in microseconds."""
 
 _RESTART_SECONDS = 1.0
-"""A restart takes longer: processes start and import torch. Ranks of one life begin closer together."""
+"""The least time between two lives of a job: in a restart, processes start and import torch."""
 
 _WARM_UP_STEPS = 3
-"""The first steps are slower: memory is allocated, and buckets are laid out again."""
+"""The number of first steps to leave out. They are slower, because they allocate memory and lay out buckets again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class Run:
     steps: Mapping[int, Mapping[int, RankStep]]
     """The steps of each rank, by the number of the step and by rank."""
     clock_error: int
-    """How well times of different hosts can be compared, in microseconds; 0 on one host."""
+    """The largest error of a comparison of times of different hosts, in microseconds; 0 on one host."""
 
     @property
     def num_ranks(self) -> int:
@@ -172,7 +172,7 @@ def run_of(processes: Sequence[ProcessTrace]) -> Run:
     """Put the steps of all processes together.
 
     Args:
-        processes: what each process has recorded.
+        processes: the traces of all processes.
     """
     processes = _last_lives(processes)
     main = main_module(row for one in processes for row in one.found)
@@ -193,7 +193,7 @@ def run_of(processes: Sequence[ProcessTrace]) -> Run:
 def _last_lives(processes: Sequence[ProcessTrace]) -> list[ProcessTrace]:
     """Return the processes of the last life of a job: those since its last restart.
 
-    Processes whose times overlap belong to one life. A process that joins while others train does so, too.
+    Processes whose times overlap belong to one life. A process that joins others belongs to their life.
     """
     found: list[ProcessTrace] = []
     begins = float("inf")
@@ -218,7 +218,7 @@ def _clocks(processes: Sequence[ProcessTrace]) -> dict[str, Clock]:
     for others in clocks[1:]:
         here, other = clocks[0][0].process, others[0].process
         by_system = round(1e6 * (other.unix_seconds - here.unix_seconds)) - other.at + here.at
-        # Without a meeting, the times of the systems are taken, which usually differ by some milliseconds.
+        # Without a meeting, use the system clocks, which usually differ by some milliseconds.
         by_system_clock = Clock([Offset(0, by_system, _SYSTEM_ERROR)])
         found[other.clock] = compared(first, _meetings_of(others)) or by_system_clock
     return found
@@ -227,7 +227,7 @@ def _clocks(processes: Sequence[ProcessTrace]) -> dict[str, Clock]:
 def _meetings_of(processes: Iterable[ProcessTrace]) -> Meetings:
     """Return the operations in which processes that read one clock took part.
 
-    Of several processes of one clock, the last one that has begun counts, and the first one that has ended.
+    An operation lasts from its latest begin to its earliest end among these processes.
     """
     found: dict[tuple[object, ...], Meeting] = {}
     for one in processes:

@@ -3,7 +3,7 @@
 A step of a process lasts from the end of the one before to its own end. It ends with the last optimizer step or
 parameter sync before the forward of the next step; if no optimizer is attached, with the backward.
 
-If a program trains several wrapped modules, the one that has come to the highest step defines the steps.
+If a program trains several wrapped modules, the one with the highest step defines the steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Kind = Literal[
 
 
 class Span(NamedTuple):
-    """What a rank did from one time to another, in microseconds."""
+    """An activity of a rank, with its begin and its end in microseconds."""
 
     kind: Kind
     began: int
@@ -48,7 +48,7 @@ class Sent(NamedTuple):
     sent: int
     wait_began: int
     reduced: int
-    """When this rank had waited for the bucket."""
+    """The time at which this rank had the reduced bucket, after it had waited for it."""
 
     @property
     def reduction(self) -> tuple[str, int, int]:
@@ -65,7 +65,7 @@ class RankStep:
     began: int
     ended: int
     spans: list[Span] = field(default_factory=list)
-    """What the rank did, in order of time, without gaps in between: from `began` to `ended`."""
+    """The activities of the rank from `began` to `ended`, in order of time, without gaps."""
     buckets: list[Sent] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
@@ -98,8 +98,8 @@ def steps_of(
         found: the rows of the process.
         rank: the rank of the process. A `RanksRow` changes it.
         main: the module that defines the steps; see `main_module`.
-        offset: a function that returns what to add to the times of a step, so that they are times of the clock of all
-            ranks.
+        offset: a function that returns the number to add to the times of a step, which converts them to the clock of
+            all ranks.
     """
     builder = _Builder(rank, main or "", offset)
     for row in found:
@@ -109,7 +109,7 @@ def steps_of(
 
 
 _Work = rows.ForwardRow | rows.BackwardRow | rows.OptimizerRow | rows.SyncRow | rows.CallRow
-"""The rows of what a rank does from one time to another."""
+"""The rows about activities that have a begin and an end."""
 
 
 class _Builder:
@@ -217,7 +217,7 @@ def _backward(row: rows.BackwardRow) -> list[Span]:
 def without_gaps(spans: Iterable[Span], began: int, ended: int) -> list[Span]:
     """Return the spans in order of time, with spans for the time in between, so that the whole step is covered.
 
-    The time between two spans is named after what it is for: before the first forward "data", between a forward and its
+    The time between two spans is named after its purpose: before the first forward "data", between a forward and its
     backward "loss", and between a backward and the optimizer's step "update".
 
     Args:
@@ -274,7 +274,7 @@ def _without_waits(spans: Sequence[Span]) -> list[Span]:
 
 
 def _between(following: Kind, *, has_forward: bool, has_backward: bool) -> Kind:
-    """Return what the time before a span is for."""
+    """Return the kind of the time before a span."""
     if following in ("optimizer", "sync", "call") and has_backward:
         return "update"
     return "loss" if following in ("backward", "wait", "call") and has_forward else "data"

@@ -76,7 +76,7 @@ def _time(micros: float) -> str:
 
 
 def compared(names: Sequence[str], documents: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of two runs, side by side, and what differs most.
+    """Return a table of two runs, side by side, and the largest differences.
 
     Args:
         names: the names of the runs.

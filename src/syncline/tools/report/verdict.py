@@ -20,10 +20,10 @@ from syncline.words import format_bytes, format_count, format_names, format_time
 Kind = Literal["problem", "note", "fine"]
 
 _NOTEWORTHY = 0.05
-"""The part of a step from which on a loss of time is a finding."""
+"""The fraction of a step from which a loss of time is a finding."""
 
 _LARGE = 0.1
-"""The part of a step from which on it is a problem."""
+"""The fraction of a step from which a loss of time is a problem."""
 
 _MAX_DIVERGENCES = 3
 """The number of values that differ between replicas to name. The events of the report name all of them."""
@@ -72,16 +72,16 @@ class Finding:
 
 
 def _part_of_a_step(share: float, headline: str, *, detail: str, cure: str) -> Iterator[Finding]:
-    """Yield a finding about a part of a step, if that is large enough."""
+    """Yield a finding about a part of a step, if this part is large enough."""
     if share >= _NOTEWORTHY:
         kind: Kind = "problem" if share >= _LARGE else "note"
         yield Finding(kind=kind, headline=headline, detail=detail, cure=cure, weight=share)
 
 
 def verdict_on(run: Run, figures: Figures) -> list[Finding]:
-    """Return the findings about a run, the most important first. What is wrong comes before what takes time.
+    """Return the findings about a run, the most important first. Errors come before losses of time.
 
-    How long things take differs from run to run on a busy machine, and must not hide what is wrong with the program.
+    On a busy machine, times vary from run to run, and must not hide errors of the program.
     """
     failed = [*_diverged(run), *_failures(run)]
     if not figures.num_steps:
@@ -282,7 +282,7 @@ def _syncs(run: Run, figures: Figures) -> Iterator[Finding]:
 
 def _calls(run: Run, figures: Figures) -> Iterator[Finding]:
     share, late = figures.share("call"), figures.late
-    if late is not None and late.phase == "other":  # then `_late_rank` says it
+    if late is not None and late.phase == "other":  # then `_late_rank` reports it
         return iter(())
     lengths: Counter[str] = Counter()
     for span in (span for step in run.steps_of_ranks for span in step.spans if span.kind == "call"):
@@ -330,7 +330,7 @@ def _looks_for_unused(run: Run) -> bool:
     return any(row.looks_for_unused for row in run.modules)
 
 
-# ---------------------------------------------------------------------- what went wrong
+# ---------------------------------------------------------------------- errors
 
 
 def _discarded(run: Run, figures: Figures) -> Iterator[Finding]:
@@ -389,7 +389,7 @@ def _failures(run: Run) -> Iterator[Finding]:
     errors = [(one, end) for one, end in ends if end.is_error]
     if killed and ends:
         lost = min(killed, key=lambda one: one.unix_seconds(one.last_at))
-        # Its own trace lacks its last moments. Those of the others have the last step that all have made together.
+        # The trace of a failed rank lacks its last moments. The other traces have the last step that all ranks made.
         step = max((row.step for row in run.rows_of(rows.BackwardRow)), default=None)
         after = "before its first step ended" if step is None else f"after step {step}"
         places = [f"It was last seen at: {row.words}. " for row in lost.rows_of(rows.PlaceRow)]

@@ -89,7 +89,7 @@ def settings_to_try(
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a setting took."""
+    """The measured times of a setting."""
 
     setting: Setting
     steps: Sequence[float]

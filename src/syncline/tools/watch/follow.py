@@ -1,4 +1,4 @@
-"""Reads what has been added to the files of a trace since the last look, and knows the states of the ranks."""
+"""Read the rows that were added to a trace since the last call, and keep the states of the ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from syncline.tracing import rows
 from syncline.tracing.file import parts_in
 
 _FIRST_BYTES = 256 * 1024
-"""How much of the end of a file is read at the first look: some hundred steps."""
+"""The number of bytes at the end of a file that are read first: some hundred steps."""
 
 
 class Follower:
-    """The files of one trace, and how far each has been read.
+    """The files of one trace, with the position up to which each was read.
 
     Args:
         directory: the directory of the trace.
@@ -28,25 +28,25 @@ class Follower:
     def __init__(self, directory: Path, *, host: str | None = None) -> None:
         self._directory, self._host = directory, host
         self._read: dict[str, tuple[int, int]] = {}
-        """For each process the number of its last part that was read, and how far."""
+        """For each process, the number of the last part that was read, and the position in this part."""
         self._lock = threading.Lock()
-        """Ranks are started by one thread, and shown by another."""
+        """Protects the states: one thread starts ranks, and another one shows them."""
         self._states: dict[str, RankState] = {}
         """The states of the processes that have recorded something, by the names of their files."""
         self._started: list[RankState] = []
-        """What is known of each rank until its process has recorded something."""
+        """The initial states of the ranks, which count until their processes have recorded something."""
         self._replaced: set[str] = set()
         """The names of the files of processes of an earlier attempt."""
 
     def start(self, ranks: Sequence[int], now: float) -> None:
-        """Note which ranks are started. They replace all others."""
+        """Record the ranks that are started. They replace all others."""
         with self._lock:
             self._replaced = {*parts_in(self._directory)}
             self._states = {}
             self._started = [RankState(rank, started_at=now) for rank in ranks]
 
     def present(self) -> list[RankState]:
-        """Read what is new, and return the present state of each rank."""
+        """Read the new rows, and return the present state of each rank."""
         with self._lock:
             for name, found, at in self.new_rows():
                 if name not in self._replaced:
@@ -57,7 +57,7 @@ class Follower:
             return present([*self._started, *here])
 
     def new_rows(self) -> Iterator[tuple[str, list[rows.Row], float]]:
-        """Yield for each process that has recorded something since the last call its name, the new rows, and when.
+        """For each process with new rows, yield its name, the rows since the last call, and the time of the change.
 
         The name is that of the file without its part. The time is that of the last change of the file, in seconds of
         `time.monotonic`: the system clock may be set meanwhile. A line that is still being written is left for the next

@@ -1,4 +1,4 @@
-"""The display of `syncline run --live`: the output of the ranks, and below it a picture of what the ranks are doing."""
+"""The display of `syncline run --live`: the output of the ranks, and below it a picture of their states."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Terminal:
         self._fd = fd
         self._writer = Writer()
         self._lock = threading.Lock()
-        """The picture is drawn by one thread, and lines are printed by others."""
+        """Protects the terminal: one thread draws the picture, and others print lines."""
         self._drawn: list[str] = []
         """The lines of the picture."""
 
@@ -90,7 +90,7 @@ def _cut(line: str, columns: int) -> str:
 
 
 _EVERY_SECONDS = 0.5
-"""How often the picture is drawn."""
+"""The interval at which the picture is drawn."""
 
 
 def terminal_fd() -> int | None:
@@ -103,8 +103,8 @@ def terminal_fd() -> int | None:
 class Live(Display):
     """A display with a picture. It is a context manager, in which the messages of this process appear above it, too.
 
-    The picture disappears when the ranks have ended. If they stood still and then did not end by themselves, it stays:
-    it says where each rank was.
+    The picture disappears when the ranks have ended. If the ranks hung until they were ended, it stays, because it
+    shows where each rank was.
 
     Args:
         directory: the directory of the trace that the ranks write.
@@ -141,7 +141,7 @@ class Live(Display):
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
-        with contextlib.suppress(Exception):  # of a file of the trace
+        with contextlib.suppress(Exception):  # an error of a file of the trace
             if not self._has_failed and have_hung(states := self._ranks.present(), now := time.monotonic()):
                 lines = picture(states, now, *self._terminal.size)
                 self._terminal.print("".join(f"{line}\n" for line in lines).encode(errors="replace"))
@@ -162,7 +162,7 @@ class Live(Display):
         try:
             self._terminal.draw(picture(self._ranks.present(), time.monotonic(), *self._terminal.size))
         except Exception as error:
-            # Of a file of the trace: the ranks train on, and what they end with is reported.
+            # An error of a file of the trace: the ranks train on, and their own errors are reported in any case.
             self._has_failed = True
             self._terminal.draw([])
             what = f"{type(error).__name__}: {error}"

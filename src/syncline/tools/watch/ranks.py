@@ -1,4 +1,4 @@
-"""The present state of each rank of a run, and what it means, in words (pure functions).
+"""The present state of each rank of a run, and a diagnosis of the run, in words (pure functions).
 
 A rank that trains records rows, and its last row says in which phase it is. A rank that hangs records nothing more by
 itself, but a thread of it still records where it is (`PlaceRow`).
@@ -23,18 +23,18 @@ STILL_SECONDS = 5.0
 """A rank that has recorded no step for longer than this, and for longer than ten of its steps, stands still."""
 
 _ENOUGH_STEPS = 10
-"""From so many steps on, it is said for which rank the others wait."""
+"""The number of steps that are needed to say for which rank the others wait."""
 
 _MOST_LINES = 70
 
 _SILENT_SECONDS = 12.0
 
 _BY_OTHERS = ("KeyboardInterrupt", "CollectiveTimeout", "PeerFailed", "PeerLost")
-"""The exceptions that end a rank that stands still."""
+"""The exceptions that end a hung rank: from outside, or because of other ranks."""
 
 
 class Condition(IntEnum):
-    """What a rank does. Those that explain best why a run does not continue come first."""
+    """The condition of a rank. Conditions that best explain why a run does not continue come first."""
 
     GONE = auto()
     """It shows no sign of life."""
@@ -48,7 +48,7 @@ class Condition(IntEnum):
 
 
 class RankState:
-    """What is known of one rank.
+    """The state of one rank, as its trace shows it.
 
     Args:
         rank: the number of the rank, until it has recorded another one.
@@ -68,7 +68,7 @@ class RankState:
         """The last step whose backward has ended."""
         self.end: rows.EndRow | None = None
         self.changed_at = started_at
-        """When it last recorded something but its place, in seconds of `time.monotonic`."""
+        """The time of its last row other than a place, in seconds of `time.monotonic`."""
         self.hung = False
         """Whether it stood still until it was ended."""
         self.place = ""
@@ -77,7 +77,7 @@ class RankState:
         """The module whose steps are counted: the first one."""
         self._phase = "before its first step"
         self._steps: deque[tuple[int, int]] = deque(maxlen=_NUM_STEPS)
-        """When each of the last steps has ended, and how long the rank has waited in it for buckets."""
+        """The end of each of the last steps, and the time for which the rank waited for buckets in it."""
 
     def add(self, found: Sequence[rows.Row], at: float) -> None:
         """Add new rows.
@@ -135,12 +135,12 @@ class RankState:
 
     @property
     def waiting_share(self) -> float:
-        """The part of the last steps in which the rank has waited for buckets."""
+        """The fraction of the last steps in which the rank has waited for buckets."""
         seconds = self.step_seconds
         return min(1.0, median(waited for _, waited in self._steps) / 1e6 / seconds) if seconds else 0.0
 
     def condition(self, now: float) -> Condition:
-        """Return what the rank does at a time."""
+        """Return the condition of the rank at a time."""
         if self.end is not None and not self.hung:
             return Condition.FAILED if self.end.is_error else Condition.ENDED
         # One of several ranks records its place at least every 5 seconds.
@@ -152,7 +152,7 @@ class RankState:
         return Condition.WAITING if "waiting in" in self.place else Condition.STILL
 
     def words(self, now: float) -> str:
-        """Return in words what the rank is doing."""
+        """Return the state of the rank in words."""
         if self.condition(now) == Condition.GONE:
             return f"no sign of life for {now - self._seen_at:.0f} s: its process was killed, or is stopped"
         place = self.place if self.place and now - self.changed_at > 2.0 else self._phase
@@ -176,13 +176,13 @@ def present(states: Sequence[RankState]) -> list[RankState]:
 def screen(
     states: Sequence[RankState], now: float, *, columns: int = MAX_COLUMNS + 1, lines: int = _MOST_LINES
 ) -> str:
-    """Return a line for each rank, and what it means.
+    """Return a line for each rank, and a diagnosis of the run.
 
     Args:
         states: the states of all ranks.
         now: the time, in seconds of `time.monotonic`.
         columns: where to wrap lines.
-        lines: the largest number of lines. If not all ranks fit, those that say most are shown.
+        lines: the largest number of lines. If not all ranks fit, the most informative lines are shown.
     """
     end = _wrapped(meaning(states, now), "", columns)
     ordered = sorted(states, key=lambda one: (one.condition(now), one.rank))
@@ -212,7 +212,8 @@ def _wrapped(text: str, head: str, columns: int) -> list[str]:
 def have_hung(states: Sequence[RankState], now: float) -> bool:
     """Return whether the ranks stand still, or stood still until they were ended.
 
-    Ranks that have made no step, and whose place is not known, may import packages, or make no steps with Syncline.
+    The result is False if no rank has made a step, and no place is known: ranks may still import packages, or may
+    make no steps with Syncline.
     """
     found = {one.condition(now) for one in states} - {Condition.ENDED}
     has_place = any(one.step or one.place for one in states)

@@ -384,7 +384,7 @@ class Regions:
         region = Region(memory.address, stride, int.from_bytes(token[:8], "little"))
         tensor = torch.frombuffer(memory.map, dtype=dtype, count=numel, offset=self._hub.rank * stride)
         self._add(tensor, region)
-        return tensor  # the mapping lives as long as it
+        return tensor  # the mapping lives as long as the tensor
 
     def narrow(self, tensor: Tensor, numel: int) -> Tensor:
         """Return a view of the first `numel` elements of `tensor`.

@@ -24,7 +24,7 @@ _COMPRESSED = b"\x78"
 """The first byte of what zlib compresses. The texts are JSON objects, which begin with another byte."""
 
 _MAX_READS = 5
-"""How often a reader reads a slot that is being written."""
+"""The number of times that a reader reads a slot that is being written."""
 
 
 class MemoryMedium:

@@ -98,7 +98,7 @@ _FULL_QUEUE_SECONDS = 0.01
 """How long a rank waits before it connects again, if the queue of the listener is full."""
 
 _LOOK_SECONDS = 0.05
-"""How often a rank that waits for a connection looks at the processes of the other ranks."""
+"""The interval at which a rank that waits for a connection checks the processes of the other ranks."""
 
 
 class RankOnSocket(NamedTuple):
