@@ -49,7 +49,9 @@ def test_the_page_lists_the_riders_in_the_order_in_which_they_conclude(compares:
             looks_at_replicas=not compares,
             on_nonfinite="raise",
         )
-        return Roster(["weight"], t, options, static=StaticUsage(1), gradients=list)
+        roster = Roster("raise")
+        roster.use(["weight"], t, options, static=StaticUsage(1), gradients=list)
+        return roster
 
     roster = run_ranks(2, rank)[0]
     roster.metrics.use_names(["loss"])

@@ -109,7 +109,8 @@ def test_a_rank_that_sends_nothing_warns_for_itself(size: int, kwargs: dict[str,
 
 
 def test_alone_it_looks_at_the_first_steps_and_each_eighth_until_it_has_warned() -> None:
-    notice = NonFiniteNotice(["weight"], ThreadGroup(1).transport(0))
+    notice = NonFiniteNotice()
+    notice.use(["weight"], ThreadGroup(1).transport(0), list)
     wrong = [(0, torch.tensor([math.nan]))]
     for step in range(17, 24):
         notice.conclude_alone(wrong, step=step)

@@ -153,8 +153,9 @@ def test_it_is_over_after_a_window_without_a_slow_part_and_can_begin_again() -> 
 def test_the_slowest_comes_first_and_old_records_are_dropped() -> None:
     stragglers, _ = followed([step_of(0.03, 0.01, 0.05, 0.01)] * 10)
     assert [one.rank for one in stragglers.present] == [2, 0]
-    follower = Stragglers(stragglers)  # after a change of the group
-    assert (follower.rule, follower.records, follower.present) == (RULE, stragglers.records, [])
+    records = stragglers.records
+    stragglers.use(RULE)  # after a change of the group
+    assert (stragglers.rule, stragglers.records, stragglers.present) == (RULE, records, [])
     for number in range(110):
         for _ in range(10):
             stragglers.add(step_of(*[0.01] * 4), number)
@@ -219,7 +220,7 @@ def test_ranks_are_not_compared_by_their_processes_if_devices_work(is_on_device:
     reduction: Any = SimpleNamespace(
         clock=SimpleNamespace(end_step=lambda: Measured(0.1, 0.0, step_of(0.1, 0.01))),
         parameters=[fake(tensor) if is_on_device else tensor],
-        stragglers=stragglers,
+        state=SimpleNamespace(stragglers=stragglers),
         transport=SimpleNamespace(rank=1),
     )
     assert Reduction.end_step(reduction, 10) is not None
@@ -250,7 +251,7 @@ def test_wrong_arguments_of_the_loop_are_refused(arguments: dict[str, Any], text
 
 def test_the_rule_of_a_loop_ends_with_it() -> None:
     state = state_of_one_rank()
-    stragglers = replica_of(state.named["model"]).gradients.reduction.stragglers
+    stragglers = replica_of(state.named["model"]).gradients.state.stragglers
     for step in sl.steps(state, 1, on_straggler=None, straggler_factor=3, straggler_steps=7):
         with step:
             assert stragglers.rule == StragglerRule(factor=3, num_steps=7, warns=False)

@@ -211,12 +211,12 @@ class TrainState(ShardedState):
         """
         self.step = step
         for one in self._gradient_syncs():
-            one.resume_from_step(step)
+            one.state.resume_from(step)
 
     def _mark_replicas_equal(self) -> None:
         """Record that the replicas are equal at this step, because all ranks have just compared the loaded values."""
         for one in self._gradient_syncs():
-            one.mark_replicas_equal()
+            one.state.mark_replicas_equal()
 
     def _gradient_syncs(self) -> list[GradientSync]:
         modules = [one for one in self.named.values() if isinstance(one, nn.Module)]

@@ -290,7 +290,7 @@ class Drift:
         them.
         Under `EveryStep` the answer is always True.
         """
-        rounds, num_backwards = self.rounds, self._gradients.num_backwards
+        rounds, num_backwards = self.rounds, self._gradients.state.num_backwards
         return rounds is None or (rounds.are_equal and self._equal_after_backward == num_backwards)
 
     def refuse(self, what: str) -> None:
@@ -319,7 +319,7 @@ class Drift:
 
     def _mark_equal(self) -> None:
         """Record that all parameters are equal now, after the backwards that have run so far."""
-        self._equal_after_backward = self._gradients.num_backwards
+        self._equal_after_backward = self._gradients.state.num_backwards
 
     def was_loaded(self) -> None:
         """Record that a saved state was loaded, probably together with parameters.

@@ -152,7 +152,7 @@ class Registrations:
         replaced = to_replace(optimizer, self._attached(), own, replaces)
         removed = [one for one in settings.optimizers if any(one.optimizer is other for other in replaced)]
         if self._sharding is not None:
-            has_begun = bool(self._gradients.num_backwards)
+            has_begun = bool(self._gradients.state.num_backwards)
             self._sharding.attach(optimizer, elementwise, has_begun=has_begun, replaced=replaced)
         for one in removed:
             one.replace_by(type(optimizer).__name__)

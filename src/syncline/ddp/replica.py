@@ -37,6 +37,7 @@ from syncline.gradients.riders.replica_look import Looks
 from syncline.gradients.riders.replica_search import Peers
 from syncline.gradients.riders.replica_watch import ReplicaCheck, ReplicaWatch
 from syncline.gradients.riders.requests import StopVote
+from syncline.gradients.state import StepState
 from syncline.gradients.user_hooks import HookTable, table_of
 from syncline.liveness.board import BUFFERS_LANE, StepPhase
 from syncline.optimizers.attached import weakly
@@ -88,6 +89,7 @@ class Replica:
         check_one_copy(module, transport)
         if config.init_sync:
             broadcast_values(chosen, transport, src=0, buffers=config.init_buffers)
+        self._step_state = StepState(config.gradients.on_nonfinite)
         self._lanes = Lanes(self)
         self._gradient_lane, self._buffer_lane = self._open_lanes()
         drifting = spec if config.strategy.drifts else None
@@ -126,8 +128,7 @@ class Replica:
 
         Args:
             chosen: the tensors to synchronize.
-            former: the former synchronization of gradients. The new one takes over its state. Pass None if there is no
-                former one.
+            former: the reducer that the new one replaces. Pass None if there is none.
         """
         self.selection = chosen
         # Not part of the configuration, because a group of one rank may be replaced by a larger one.
@@ -142,10 +143,11 @@ class Replica:
                 looks_at_replicas=looks,
             ),
             main_lane=self.transport,
+            state=self._step_state,
             title=self._numbered_title,
             # Passed before the buckets are laid out, because encoded gradients need no memory of the transport.
             comm_hook=self.state.comm_hook(self._gradient_lane, self.module, num_ranks=self.transport.size),
-            former=former,
+            carry=None if former is None else former.retire(self._gradient_lane),
         )
         self.buffers = BufferSync(
             self.module,
@@ -231,13 +233,13 @@ class Replica:
             look.stop()
         ranks = self._plan_of(self.selection).reducing_ranks
         self.checks.in_backwards = self._watch(self._gradient_lane, ranks)
-        self.gradients.compare_replicas_by(self.checks.in_backwards)
+        self.gradients.riders.replicas.use(self.checks.in_backwards)
 
     def before_forward_of_equal_buffers(self) -> None:
         """Record that the buffers are equal on all ranks now, because the forward that begins has synchronized them."""
         watch = self.gradients.riders.replicas.watch
         if watch is not None and self.drift.rounds is None:
-            watch.buffers_are_equal(self.gradients.num_backwards + 1)
+            watch.buffers_are_equal(self._step_state.num_backwards + 1)
 
     def equal_tensors(self) -> list[tuple[str, Tensor]]:
         """Return the tensors that must be equal on all ranks now, each with its name."""
@@ -547,6 +549,7 @@ class Replica:
         self.transport = transport_of(None)
         title = self._numbered_title = self._title  # not numbered, because one rank may unpickle alone
         self._gradient_lane = self._buffer_lane = self.transport
+        self._step_state = StepState(self.config.gradients.on_nonfinite)
         self._lanes = Lanes(self)
         self.drift = Drift(self.module, (), self.config, self.transport, None, self.checks, title=title)
         compare = weakly(self._before_reduction)

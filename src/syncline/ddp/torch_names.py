@@ -259,7 +259,7 @@ class TorchNames:
                 "static_graph is already True: leave out the call of _set_static_graph()", stacklevel=2
             )
             return
-        if self._replica.gradients.num_backwards:
+        if self._replica.gradients.state.num_backwards:
             raise RuntimeError(
                 "_set_static_graph should be called before training loop starts, but it was called after step "
                 f"{self._replica.gradients.step}. Call it right after you wrap the module"

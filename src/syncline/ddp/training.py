@@ -221,7 +221,7 @@ class TrainingMethods(TorchNames, Joinable):
         hook = gradients.layout.comm_hook
         if hook is not None:
             hook.refuse_own_division("Use only one of normalize_by and the hook")
-        with gradients.normalizer.block(checked_num_items(num_items)):
+        with gradients.state.normalizer.block(checked_num_items(num_items)):
             yield
 
     def report(self, *unnamed: object, weight: float | Tensor = 1.0, **metrics: float | Tensor) -> None:

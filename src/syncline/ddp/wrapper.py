@@ -426,7 +426,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         """Return statistics of this wrapper's transport on this rank: collectives, bytes, waiting time, stragglers."""
         replica = self._replica
         return replace(
-            replica.transport.statistics(), stragglers=tuple(replica.gradients.reduction.stragglers.records)
+            replica.transport.statistics(), stragglers=tuple(replica.gradients.state.stragglers.records)
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

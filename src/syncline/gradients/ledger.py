@@ -120,29 +120,27 @@ class Ledger:
 
 
 class Emitter:
-    """An object that emits the events of one reducer.
+    """An object that emits the events of one wrapper's backwards."""
 
-    Args:
-        source: the wrapped module and the rank.
-        names: the names of the parameters, by index.
-        num_ranks: the number of ranks that train together.
-        looks_for_unused: whether each backward looks for parameters that it does not reach.
-        former: the emitter of the reducer that this one replaces; None if there is none.
-    """
+    source: Source
+    """The wrapped module and the rank."""
 
-    def __init__(
-        self,
-        source: Source,
-        names: Sequence[str],
-        *,
-        num_ranks: int,
-        looks_for_unused: bool,
-        former: Emitter | None = None,
-    ) -> None:
+    def __init__(self) -> None:
+        self._layout = 0
+        """The number of layouts of buckets so far."""
+
+    def use(self, source: Source, names: Sequence[str], *, num_ranks: int, looks_for_unused: bool) -> None:
+        """Emit the events of another reducer from now on.
+
+        Args:
+            source: the wrapped module and the rank.
+            names: the names of the parameters, by index.
+            num_ranks: the number of ranks that train together.
+            looks_for_unused: whether each backward looks for parameters that it does not reach.
+        """
         self.source = source
         self._names, self._num_ranks, self._looks_for_unused = names, num_ranks, looks_for_unused
         self._plans: list[BucketPlan] = []
-        self._layout: int = 0 if former is None else former._layout
 
     def observed_list(self, step: int) -> list[int]:
         """Return an empty list for the indices of ready gradients, which emits an event for each of them."""

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 
 from syncline.gradients.bucket_plan import BucketCaps
-from syncline.user_code import warn_user
 
 OnNonFinite = Literal["ignore", "warn", "raise", "skip", "zero"]
 """The policies for gradients that are not finite. `riders/nonfinite.py` explains them."""
@@ -62,8 +61,7 @@ class Announced(enum.Enum):
 class Controls:
     """The requests of one wrapper for its next backwards.
 
-    The reducer reads these requests when a backward begins or ends. If the module changes, the wrapper gets a new
-    reducer, for which the requests remain valid.
+    The reducer reads these requests when a backward begins or ends.
     """
 
     def __init__(self) -> None:
@@ -79,7 +77,6 @@ class Controls:
         """A function that is called at the end of each backward, except under `no_sync`; None to call nothing."""
         self._before_reduction: Callable[[], None] | None = None
         self._futures: list[torch.futures.Future[Any]] = []
-        self._has_warned = False
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -131,12 +128,6 @@ class Controls:
         """Announce no reduction, because the module was wrapped anew. An output may keep the former wrapper alive."""
         if self.announced is Announced.REDUCTION:
             self.announced = Announced.NOTHING
-
-    def warn_of_local_step(self, text: str) -> None:
-        """Warn that an optimizer steps with gradients that were not reduced, unless there was such a warning before."""
-        if not self._has_warned:
-            self._has_warned = True
-            warn_user(text)
 
     # ------------------------------------------------------------------ for the reducer
 

@@ -42,13 +42,12 @@ from syncline.gradients.backward import (
 from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.hooks import ParameterHooks
 from syncline.gradients.layout import BucketLayout
-from syncline.gradients.ledger import Emitter, Ledger
+from syncline.gradients.ledger import Ledger
 from syncline.gradients.options import Announced, Controls, GradientOptions
 from syncline.gradients.outputs import Outputs
 from syncline.gradients.reduction import Reduction
-from syncline.gradients.riders.items import ItemNormalizer
-from syncline.gradients.riders.replica_watch import ReplicaWatch
 from syncline.gradients.riders.roster import Roster
+from syncline.gradients.state import Carry, StepState
 from syncline.gradients.step_guard import StepGuard
 from syncline.gradients.step_times import BACKWARD, DATA, FORWARD
 from syncline.gradients.usage import is_accumulating
@@ -69,11 +68,11 @@ class GradientSync:
         options: the options of gradient synchronization.
         main_lane: the transport for reductions outside of a backward (`sl.sync_gradients_`). If it is not the same
             object as `transport`, only this reducer uses the connections of `transport`.
+        state: the state of the wrapper's steps.
         title: the name of the module in events.
-        comm_hook: the communication hook that reduces the buckets, unless `former` has one; None for the transport's
+        comm_hook: the communication hook that reduces the buckets, unless `carry` has one; None for the transport's
             all_reduce.
-        former: the reducer that the new reducer replaces, because the module or its group has changed; None if there is
-            no such reducer. The new reducer takes over the state of `former` and removes the hooks of `former`.
+        carry: what `retire` of the reducer returned that this one replaces; None if this is the first one.
     """
 
     def __init__(
@@ -83,38 +82,31 @@ class GradientSync:
         options: GradientOptions,
         *,
         main_lane: Transport,
+        state: StepState,
         title: str = "module",
         comm_hook: CommHook | None = None,
-        former: GradientSync | None = None,
+        carry: Carry | None = None,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self.main_lane = main_lane
-        self._emitter: Emitter = Emitter(
+        self.state = state
+        self.controls: Controls = state.controls
+        state.emitter.use(
             Source(main_lane.rank, title),
             self.names,
             num_ranks=main_lane.size,
             looks_for_unused=options.allow_unused,
-            former=None if former is None else former._emitter,
         )
         self.tasks = GraphTasks()
         """The graph tasks of the present backward."""
-        self.controls: Controls = Controls()
-        self.step: int = 0
-        """Number of steps of the run so far, including steps before a resume. Messages and records show this number."""
-        self._steps_before: int = 0
-        if former is not None:
-            former.remove_hooks()
-            former.layout.give_back_views()
-            self.controls = former.controls
-            self.step, self._steps_before = former.step, former._steps_before
         self.reduction: Reduction = Reduction(
             named_parameters,
             transport,
             options,
-            emitter=self._emitter,
+            state=state,
             has_own_connection=transport is not main_lane,
             comm_hook=comm_hook,
-            former=None if former is None else former.reduction,
+            carry=carry,
         )
         self.riders: Roster = self.reduction.riders
         """The roster, which has each rider of this reducer as an attribute."""
@@ -132,17 +124,14 @@ class GradientSync:
         self._hooks = ParameterHooks(
             self.reduction, self.tasks, self.ownership, begin=self.begin, complete=self._complete
         )
-        self._guard = StepGuard(self.reduction, self.tasks, self.controls, finish=weakly(self.finish))
-        self._successor: GradientSync | None = None
-        """The reducer that has replaced this one."""
-        if former is not None:
-            former._successor = self
+        self._guard = StepGuard(self.reduction, self.tasks, state, finish=weakly(self.finish))
+        state.use(self)
         others = reducers_of(self.parameters)
         self.ownership.add_rivals(other.ownership for other in others)
         own = set(map(id, self.parameters))
         for other in others:
             other.layout.give_back_views()
-            if former is None and own == set(map(id, other.parameters)) and not other.tasks.is_running:
+            if carry is None and own == set(map(id, other.parameters)) and not other.tasks.is_running:
                 other.controls.forget_reduction()
         REGISTRY.add(self)
 
@@ -151,7 +140,7 @@ class GradientSync:
     @property
     def source(self) -> Source:
         """The module and the rank, for events."""
-        return self._emitter.source
+        return self.state.emitter.source
 
     @property
     def options(self) -> GradientOptions:
@@ -159,9 +148,9 @@ class GradientSync:
         return self.reduction.options
 
     @property
-    def normalizer(self) -> ItemNormalizer:
-        """The normalizer, which counts the items whose gradients are in `.grad` (see `normalize_by`)."""
-        return self.reduction.normalizer
+    def step(self) -> int:
+        """Number of steps of the run so far, including steps before a resume. Messages and records show this number."""
+        return self.state.step
 
     @property
     def has_hooks(self) -> bool:
@@ -182,11 +171,6 @@ class GradientSync:
     def has_unreduced(self) -> bool:
         """Whether `.grad` holds gradients of backwards under `no_sync`, which were not reduced yet."""
         return bool(self.reduction.unreduced) and self.reduction.sends
-
-    @property
-    def num_backwards(self) -> int:
-        """Number of synchronized backwards so far, including those of former reducers that this one has replaced."""
-        return self.step - self._steps_before
 
     # ------------------------------------------------------------------ between backwards
 
@@ -212,46 +196,13 @@ class GradientSync:
                 "register_comm_hook must be called between two backwards, but it was called during the backward of "
                 f"step {self.step + 1}. Call it before or after loss.backward()"
             )
-        if self.normalizer.count.is_open:
+        if self.state.normalizer.count.is_open:
             hook.refuse_own_division(
                 "Use either this hook or normalize_by. To use the hook, leave the block of normalize_by first"
             )
         self.reduction.use_comm_hook(hook)
         if hook.lets_replicas_drift:
             self.riders.look.stop()
-
-    def compare_replicas_by(self, watch: ReplicaWatch | None) -> None:
-        """Let `watch` compare the replicas in each synchronized backward from now on.
-
-        If `watch` is None, replicas are no longer compared.
-        """
-        self.riders.replicas.use(watch)
-
-    def resume_from_step(self, step: int) -> None:
-        """Set the number of steps so far to `step`, because parameters that were saved after this step were loaded.
-
-        The number can differ between ranks, because one rank can load alone and broadcast the loaded values. So only
-        messages and records must depend on the number.
-        """
-        self.step, self._steps_before = step, step - self.num_backwards
-        if (watch := self.riders.replicas.watch) is not None:
-            watch.steps_before = self._steps_before
-            watch.agreed_at(None)
-
-    def count_from_step(self, step: int) -> None:
-        """Count the backwards anew from `step`, on all ranks, because ranks with different counts now train together.
-
-        The replicas of these ranks are equal.
-        """
-        self.step = self._steps_before = step
-        if (watch := self.riders.replicas.watch) is not None:
-            watch.steps_before = step
-            watch.agreed_at(0)
-
-    def mark_replicas_equal(self) -> None:
-        """Record that all ranks have just compared their replicas and found them equal."""
-        if (watch := self.riders.replicas.watch) is not None:
-            watch.agreed_at(self.num_backwards)
 
     def reduced_outside(self, indices: Collection[int], *, num_items: int | None, was_changed: bool) -> None:
         """Record that `.grad` of some parameters was reduced outside of a backward.
@@ -263,7 +214,7 @@ class GradientSync:
         """
         self.reduction.unreduced.difference_update(indices)
         if not self.reduction.unreduced:
-            self.normalizer.was_reduced_outside(is_known=num_items is not None or not was_changed)
+            self.state.normalizer.was_reduced_outside(is_known=num_items is not None or not was_changed)
         nonfinite = self.riders.nonfinite
         nonfinite.conclude_outside([(i, self.parameters[i].grad) for i in indices], step=self.step)
         self.ledger.note_reduction(num_items=num_items, num_ranks=self.reduction.transport.size)
@@ -286,6 +237,16 @@ class GradientSync:
         self._hooks.remove()
         self._guard.remove()
         self.ownership.withdraw()
+
+    def retire(self, transport: Transport) -> Carry:
+        """Leave the parameters to another reducer, and return what it takes over.
+
+        Args:
+            transport: the transport of the other reducer. If it is a new one, this is a collective call.
+        """
+        self.remove_hooks()
+        self.layout.give_back_views()
+        return self.reduction.retire(transport)
 
     # ------------------------------------------------------------------ a backward begins
 
@@ -402,14 +363,15 @@ class GradientSync:
             reduction.clock.enter(BACKWARD)
         accumulates = self.is_local_now()
         num_contributing = self.controls.backward_begins(accumulates=accumulates)
-        if self._successor is not None:  # the module had changed
+        reducer = self.state.reducer
+        if reducer is not None and reducer is not self:  # the module had changed
             if index is None:
-                self._successor._outputs_reached(task)
+                reducer._outputs_reached(task)
             else:
-                self._successor.take_first(self.parameters[index])
+                reducer.take_first(self.parameters[index])
             return False
         reduction.riders.nonfinite.backward_begins(has_hook=reduction.layout.comm_hook is not None)
-        reduction.normalizer.count.backward_begins()
+        reduction.state.normalizer.count.backward_begins()
         reduction.begin(self._new_backward(accumulates, num_contributing))
         self._join_task(task)
         return True
@@ -448,7 +410,7 @@ class GradientSync:
             is_learning = static is not None and not static.is_learnt
             if has_graph or is_learning or is_compiled:
                 state = BackwardState.DEFERRED
-        num_items = None if accumulates else reduction.normalizer.count.take_for_reduction()
+        num_items = None if accumulates else reduction.state.normalizer.count.take_for_reduction()
         num_ranks = num_contributing or reduction.transport.size
         is_sum = num_items is not None or reduction.layout.comm_hook is not None
         return Backward(
@@ -462,7 +424,7 @@ class GradientSync:
             is_compiled=is_compiled,
             is_local_by_forward=accumulates and controls.enabled,
             keeps_tensors=has_graph,
-            ready=self._emitter.observed_list(self.step + 1) if OBSERVERS.gradient_ready else [],
+            ready=self.state.emitter.observed_list(self.step + 1) if OBSERVERS.gradient_ready else [],
         )
 
     def _abandon(self) -> None:
@@ -471,11 +433,13 @@ class GradientSync:
         Raises:
             SynclineError: the previous backward has already sent data, so the ranks are out of step.
         """
-        former = self.reduction.backward
-        has_sent = self._has_sent(former)
+        backward = self.reduction.backward
+        has_sent = self._has_sent(backward)
         self._leave(BackwardState.FAILED)
         if has_sent:
-            raise self.reduction.out_of_step.interrupted(former.step, former.num_launched, "another backward")
+            raise self.reduction.out_of_step.interrupted(
+                backward.step, backward.num_launched, "another backward"
+            )
 
     # ------------------------------------------------------------------ a backward ends
 
@@ -520,7 +484,7 @@ class GradientSync:
 
     def _end(self, backward: Backward) -> None:
         """End the present backward, and run the program's hooks that had to wait for its result."""
-        normalizer, nonfinite = self.reduction.normalizer, self.reduction.riders.nonfinite
+        normalizer, nonfinite = self.reduction.state.normalizer, self.reduction.riders.nonfinite
         try:
             self._finish(backward)
             if normalizer.count.open_was_used:
@@ -544,7 +508,7 @@ class GradientSync:
             reduction.unreduced.update(backward.ready)
         else:
             if is_local:
-                self.step = backward.step
+                self.state.step_is(backward.step)
                 divisor = reduction.collect_alone()
             else:
                 divisor = self._reduce(backward)
@@ -558,7 +522,7 @@ class GradientSync:
         self.ledger.note(backward, step=self.step, divisor=divisor, facts=facts, timing=timing)
         if OBSERVERS.backward_ended:
             metrics, ends_step = facts.get("metrics", {}), self.step == backward.step
-            self._emitter.backward_ended(backward, metrics, self.ledger.present, ends_step=ends_step)
+            self.state.emitter.backward_ended(backward, metrics, self.ledger.present, ends_step=ends_step)
         if not is_local and not reduction.layout.order_is_learnt:
             reduction.layout.learn_order(backward.ready)
 
@@ -579,7 +543,7 @@ class GradientSync:
 
     def _reduce(self, backward: Backward) -> int:
         self._send_rest()
-        self.step = backward.step
+        self.state.step_is(backward.step)
         # If `.grad` became a view, one wrapper could scale a gradient in place before another one has copied it. The
         # other wrapper may have got the parameter in this backward.
         backward.keeps_tensors |= bool(self.ownership.rivals)
@@ -587,7 +551,7 @@ class GradientSync:
 
     def shadow(self) -> None:
         """Send zeros in a synchronized backward of the other ranks, because this rank has no inputs left."""
-        self.step += 1
+        self.state.step_is(self.step + 1)
         nonfinite = self.riders.nonfinite
         nonfinite.backward_begins(has_hook=self.layout.comm_hook is not None)
         try:

@@ -16,14 +16,12 @@ from syncline.gradients.backward import NO_INDICES, Backward, BackwardState
 from syncline.gradients.bucket import Bucket, DenseBucket
 from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.layout import BucketLayout
-from syncline.gradients.ledger import Emitter
 from syncline.gradients.options import GradientOptions
 from syncline.gradients.out_of_step import OutOfStep
 from syncline.gradients.riders.base import Reduced
-from syncline.gradients.riders.items import ItemNormalizer
 from syncline.gradients.riders.roster import Roster
+from syncline.gradients.state import Carry, StepState
 from syncline.gradients.step_times import Measured, StepClock
-from syncline.gradients.stragglers import Stragglers
 from syncline.gradients.tail import Tail
 from syncline.gradients.usage import Usage
 from syncline.liveness.board import StepPhase
@@ -41,13 +39,11 @@ class Reduction:
         named_parameters: the parameters that require grad, each once, the same on all ranks.
         transport: the transport that reduces the buckets.
         options: the options of gradient synchronization.
-        emitter: the emitter of the events of the reducer.
+        state: the state of the wrapper's steps.
         has_own_connection: whether only this reduction uses the connections of `transport`. If so, collectives that a
             communication hook starts use other connections.
-        comm_hook: the communication hook that reduces the buckets, unless `former` has one.
-        former: the reduction that the new reduction replaces, because the module or its group has changed; None if
-            there is no such reduction. The new reduction takes over the state of `former`. If `former` has another
-            transport, this is a collective call.
+        comm_hook: the communication hook that reduces the buckets, unless `carry` has one.
+        carry: what the reduction that this one replaces has handed over; None if this is the first one.
     """
 
     def __init__(
@@ -56,10 +52,10 @@ class Reduction:
         transport: Transport,
         options: GradientOptions,
         *,
-        emitter: Emitter,
+        state: StepState,
         has_own_connection: bool,
         comm_hook: CommHook | None = None,
-        former: Reduction | None = None,
+        carry: Carry | None = None,
     ) -> None:
         self.names = names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
@@ -67,37 +63,28 @@ class Reduction:
         self.options = options
         self.backward = Backward(step=0, state=BackwardState.ENDED)
         """The backward that runs now, or the last backward if none runs."""
-        self.unreduced: set[int] = set() if former is None else former._unreduced_among(self.parameters)
+        unreduced = {id(parameter) for parameter in carry.unreduced} if carry is not None else ()
+        self.unreduced = {index for index, one in enumerate(self.parameters) if id(one) in unreduced}
         """Indices of the parameters whose `.grad` holds gradients of earlier backwards that were not reduced."""
         self.clock = StepClock(transport)
-        self.stragglers: Stragglers = Stragglers(None if former is None else former.stragglers)
         self.layout = BucketLayout(named_parameters, transport, options)
         self.usage = Usage(self.parameters, transport, options)
-        self.riders: Roster = Roster(
+        self.state = state
+        state.stragglers.use(state.stragglers.rule)  # the times of other ranks do not count
+        state.normalizer.use(self.parameters, transport.size)
+        self.riders: Roster = state.riders
+        self.riders.use(
             names,
             transport,
             options,
             static=self.usage.static,
             gradients=partial(_tensors_in_grad, self.parameters, self.layout),  # no cycle of references
-            former=None if former is None else former.riders,
         )
         self.layout.reserve_tail(self.riders.widths)
-        self.normalizer: ItemNormalizer = ItemNormalizer(self.parameters, transport.size)
-        self._emitter = emitter
         self._has_own_connection = has_own_connection
-        self._has_warned_of_graph = False
         text, order = None, None
-        if former is not None:
-            # A block of normalize_by may have begun before the module changed, so the normalizer stays the same object.
-            self.normalizer = former.normalizer
-            self.normalizer.follow(self.parameters, transport.size)
-            self._has_warned_of_graph = former._has_warned_of_graph
-            comm_hook = former.layout.comm_hook or comm_hook
-            if former.transport is transport:
-                text = former.out_of_step.text
-            else:  # the ranks are in step, at the same place of the program: the buckets get their final memory now
-                order = former.layout.order_of_rank_0(transport)
-                former.layout.free_memory()
+        if carry is not None:
+            comm_hook, text, order = carry.comm_hook or comm_hook, carry.out_of_step, carry.order
         self.out_of_step: OutOfStep = OutOfStep(transport.rank, names, text=text)
         self.sends: bool = transport.size > 1 or comm_hook is not None
         """Whether buckets can be sent: there are other ranks, or a communication hook is registered."""
@@ -109,10 +96,15 @@ class Reduction:
         self.layout.build(hook)
         self.sends = True
 
-    def _unreduced_among(self, parameters: Sequence[Tensor]) -> set[int]:
-        """Return the indices of those items of `parameters` whose gradients were not reduced."""
-        unreduced = {id(self.parameters[index]) for index in self.unreduced}
-        return {index for index, parameter in enumerate(parameters) if id(parameter) in unreduced}
+    def retire(self, transport: Transport) -> Carry:
+        """Return what another reduction takes over, which sends over `transport`. See `GradientSync.retire`."""
+        unreduced, comm_hook = [self.parameters[index] for index in self.unreduced], self.layout.comm_hook
+        if transport is self.transport:
+            return Carry(unreduced, comm_hook, order=None, out_of_step=self.out_of_step.text)
+        # The ranks are in step, at the same place of the program, so the new buckets get their final memory at once.
+        order = self.layout.order_of_rank_0(transport)
+        self.layout.free_memory()
+        return Carry(unreduced, comm_hook, order, out_of_step=None)
 
     # ------------------------------------------------------------------ during backward
 
@@ -132,14 +124,14 @@ class Reduction:
                 "sharded gradients have no graph. Compute the gradients that need a graph by torch.autograd.grad(..., "
                 "create_graph=True), or wrap the module without sharded=True"
             )
-        if rank == 0 and not self._has_warned_of_graph:
-            self._has_warned_of_graph = True
-            warn_user(
+        if rank == 0:
+            self.state.warn_once(
+                "create_graph",
                 f"step {step}: backward(create_graph=True) averages the values of .grad over ranks, but the graph of "
                 ".grad belongs to one rank, so second derivatives are not averaged. Either call sl.average_ on the "
                 "values that you compute from second derivatives, or compute the gradients that need a graph by "
                 "torch.autograd.grad(..., create_graph=True), and then run loss.backward() without create_graph=True, "
-                "which averages the gradients of the loss. This warning is shown once"
+                "which averages the gradients of the loss. This warning is shown once",
             )
 
     def begin(self, backward: Backward) -> None:
@@ -255,7 +247,7 @@ class Reduction:
             raise
         backward.sent.append(bucket)
         if OBSERVERS.bucket_sent:
-            self._emitter.bucket_sent(backward.step, bucket)
+            self.state.emitter.bucket_sent(backward.step, bucket)
 
     def _tail(self) -> Tail:
         """Return the tail that this rank sends. It has no words if this rank has nothing to report."""
@@ -288,7 +280,7 @@ class Reduction:
             self.usage.wait()
             self._read_tail()
             if backward.num_items is not None:
-                divisor = self.normalizer.total(self.riders.items.of_ranks, step=backward.step)
+                divisor = self.state.normalizer.total(self.riders.items.of_ranks, step=backward.step)
             self._hand_out(divisor)
         with profiled("riders conclude") if is_profiling() else UNPROFILED:
             self._conclude(backward.sent)
@@ -338,7 +330,7 @@ class Reduction:
             self.out_of_step.add_place(error, self.backward.step, bucket.plan)
             raise
         if OBSERVERS.bucket_reduced:
-            self._emitter.bucket_reduced(self.backward.step, bucket)
+            self.state.emitter.bucket_reduced(self.backward.step, bucket)
 
     def _read_tail(self) -> None:
         """Read the tail, and pass the words of all ranks to the riders. If a rider raises, it raises on every rank."""
@@ -381,12 +373,12 @@ class Reduction:
         measured = self.clock.end_step()
         # A process does not wait for other ranks where a device does. Then its time of work includes such waits.
         if measured is not None and self.parameters[0].device.type == "cpu":
-            stragglers = self.stragglers
+            stragglers = self.state.stragglers
             for slow in stragglers.add(measured.notes, step):
                 if stragglers.rule.warns and self.transport.rank == 0:
                     warn_user(str(slow))
                 if OBSERVERS.rank_found_slow:
-                    self._emitter.rank_found_slow(slow)
+                    self.state.emitter.rank_found_slow(slow)
         return measured
 
     # ------------------------------------------------------------------ without gradients to send
@@ -404,7 +396,7 @@ class Reduction:
                 rider.check_alone(backward, rank=transport.rank, num_ranks=transport.size)
         divisor, policy = 1, self.options.on_nonfinite
         if backward.num_items is not None:
-            divisor = self.normalizer.total([backward.num_items], step=backward.step)
+            divisor = self.state.normalizer.total([backward.num_items], step=backward.step)
             foreach_div_([p.grad for p in self.parameters if p.grad is not None], float(divisor))
         if self.usage.static is not None:
             self.usage.static.learn()

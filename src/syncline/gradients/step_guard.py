@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from syncline._torch.autograd import NO_TASK, current_graph_task_id
 from syncline.errors import SynclineError
 from syncline.gradients.backward import BackwardState, GraphTasks
-from syncline.gradients.options import Controls
 from syncline.gradients.reduction import Reduction
+from syncline.gradients.state import StepState
 from syncline.optimizers.attached import weakly
 from syncline.optimizers.contents import parameters_of
 
@@ -53,7 +53,7 @@ class StepGuard:
     Args:
         reduction: the reduction, which holds the present backward.
         tasks: the graph tasks of the present backward.
-        controls: the requests of the wrapper.
+        state: the state of the wrapper's steps.
         finish: `GradientSync.finish`.
     """
 
@@ -61,10 +61,10 @@ class StepGuard:
         self,
         reduction: Reduction,
         tasks: GraphTasks,
-        controls: Controls,
+        state: StepState,
         finish: Callable[[str, bool], object],
     ) -> None:
-        self._reduction, self._tasks, self._controls, self._finish = reduction, tasks, controls, finish
+        self._reduction, self._tasks, self._state, self._finish = reduction, tasks, state, finish
         _CHECKS.add(self, weakly(self._check))
 
     def remove(self) -> None:
@@ -91,11 +91,12 @@ class StepGuard:
         what = f"{type(optimizer).__name__}.step()"
         if not tasks.is_running:
             if not reduction.unreduced.isdisjoint(own):
-                self._controls.warn_of_local_step(
+                self._state.warn_once(
+                    "local step",
                     f"step {backward.step}, {what}: the gradients were not averaged, because each forward since the "
                     "last reduction ran under no_sync. Run the forward of the last micro-batch of each step outside of "
                     "no_sync. If the program averages gradients or parameters itself, run the backward inside of "
-                    "no_sync, too. This warning comes only once"
+                    "no_sync, too. This warning comes only once",
                 )
         elif current_graph_task_id() == NO_TASK:
             self._finish(what, True)

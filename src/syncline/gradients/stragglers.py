@@ -52,17 +52,12 @@ class StragglerRule:
 
 
 class Stragglers:
-    """The stragglers among the ranks that average their gradients together.
+    """The stragglers among the ranks that average their gradients together."""
 
-    Args:
-        former: the object that this one replaces, because the module or its group has changed. Its rule and its records
-            are kept. The times of its ranks are not.
-    """
-
-    def __init__(self, former: Stragglers | None = None) -> None:
-        self.rule: StragglerRule = StragglerRule() if former is None else former.rule
+    def __init__(self) -> None:
+        self.rule = StragglerRule()
         self._steps_per_part = self.rule.steps_per_part  # each step reads it
-        self.records: list[StragglerRecord] = [] if former is None else former.records
+        self.records: list[StragglerRecord] = []
         """The records of the last 100 stragglers, the oldest first."""
         self._present: dict[int, StragglerRecord] = {}
         self._part: list[Sequence[float]] = []
@@ -76,7 +71,7 @@ class Stragglers:
         return sorted(self._present.values(), key=lambda one: -one.late_seconds)
 
     def use(self, rule: StragglerRule) -> None:
-        """Apply a rule from now on. All ranks must make this call between the same two steps."""
+        """Apply a rule from now on, and begin a new window. All ranks make this call between the same two steps."""
         self.rule, self._present, self._part = rule, {}, []
         self._steps_per_part = rule.steps_per_part
         self._parts.clear()

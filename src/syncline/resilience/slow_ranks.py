@@ -45,12 +45,12 @@ class SlowRanks:
         """Apply the rule of this loop to the wrapped modules. All ranks make this call before the same step."""
         self._wrappers = wrappers
         for wrapper in wrappers:
-            wrapper._replica.gradients.reduction.stragglers.use(self._rule)
+            wrapper._replica.gradients.state.stragglers.use(self._rule)
 
     def end(self) -> None:
         """Apply the default rule again, because the loop has ended."""
         for wrapper in self._wrappers:
-            wrapper._replica.gradients.reduction.stragglers.use(StragglerRule())
+            wrapper._replica.gradients.state.stragglers.use(StragglerRule())
 
     def to_leave_behind(self) -> StragglerRecord | None:
         """Return the straggler to evict, or None if there is none. The result is the same on all ranks."""
@@ -61,7 +61,9 @@ class SlowRanks:
             return None
         found = []
         for wrapper in self._wrappers:
-            reduction = wrapper._replica.gradients.reduction
-            if reduction.transport.size == here.size:  # otherwise, ranks of other groups see other times
-                found += reduction.stragglers.present
+            gradients = wrapper._replica.gradients
+            if (
+                gradients.reduction.transport.size == here.size
+            ):  # otherwise, ranks of other groups see other times
+                found += gradients.state.stragglers.present
         return max(found, key=lambda one: one.late_seconds, default=None)

@@ -218,7 +218,7 @@ class Training:
             self._has_state = True
         for wrapper in self._wrappers:
             gradients = wrapper._replica.gradients
-            gradients.count_from_step(self.state.step)
+            gradients.state.count_from(self.state.step)
             gradients.riders.forwards.forget()  # those of an interrupted step, or of steps without other ranks
         self._forget_newcomers()  # also on a rank that has loaded the end of the step in which they were reported
         if self._rounds:

@@ -162,7 +162,7 @@ class _Gradients:
         """The indices in `_parameters` of the parameters that the wrapper synchronizes."""
         self._standing = Standing(None, False, None, False, False)
         if self._gradient_sync is not None:
-            self._standing = self._gradient_sync.normalizer.standing()
+            self._standing = self._gradient_sync.state.normalizer.standing()
             if len(self._own) < len(own) and (self._standing.num_items, self._standing.total) != (None, None):
                 raise ValueError(
                     "expected the whole wrapped module, got only a part of the module: normalize_by counts items for "
@@ -217,7 +217,7 @@ class _Gradients:
         if problem is not None:
             raise ValueError(f"{_TITLE}: {problem}, then accumulate again")
         assert self._gradient_sync is not None
-        normalizer = self._gradient_sync.normalizer
+        normalizer = self._gradient_sync.state.normalizer
         normalizer.carry()
         return normalizer.total([one.num_items or 0 for one in standings], step=self._gradient_sync.step)
 

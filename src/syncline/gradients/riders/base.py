@@ -159,9 +159,11 @@ class Rider:
 
 
 class Riders:
-    """All riders of a reducer, in the order in which they conclude. The order is the same on all ranks."""
+    """All riders of a wrapper, in the order in which they conclude. The order is the same on all ranks."""
 
-    def __init__(self, riders: Sequence[Rider], transport: Transport) -> None:
+    def arrange(self, riders: Sequence[Rider], transport: Transport) -> None:
+        """Call these riders in this order from now on."""
+
         def overriding(method: str) -> list[Rider]:
             return [rider for rider in riders if getattr(type(rider), method) is not getattr(Rider, method)]
 

@@ -164,20 +164,21 @@ class ItemNormalizer:
     """The item count for the gradients of some parameters.
 
     The object detects whether `.grad` was cleared or changed since the last reduction, so that the count stays right.
-
-    Args:
-        parameters: the parameters whose gradients are counted.
-        num_ranks: the number of ranks whose gradients are added up.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], num_ranks: int) -> None:
+    def __init__(self) -> None:
         self.count = ItemCount()
-        self._parameters = parameters
-        self._num_ranks = num_ranks
+        self._parameters: Sequence[Tensor] = ()
+        self._num_ranks = 1
         self._versions: list[int | None] = []
 
-    def follow(self, parameters: Sequence[Tensor], num_ranks: int) -> None:
-        """Use other parameters from now on, because the module or its group has changed. A block may be open."""
+    def use(self, parameters: Sequence[Tensor], num_ranks: int) -> None:
+        """Count the items of these parameters from now on. A block may be open.
+
+        Args:
+            parameters: the parameters whose gradients are counted.
+            num_ranks: the number of ranks whose gradients are added up.
+        """
         before = {id(p): version for p, version in zip(self._parameters, self._versions, strict=False)}
         if before:
             self._versions = [

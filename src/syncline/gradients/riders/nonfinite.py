@@ -47,8 +47,17 @@ class NonFinite(Rider):
     was_reported = False
     """Whether some rank reported in the last step that its own gradients were not finite."""
 
-    def continues(self, former: NonFinite) -> None:
-        """Take over the state of a former object, because the module has changed."""
+    def use(
+        self, names: Sequence[str], transport: Transport, gradients: Callable[[], Iterable[Tensor | None]]
+    ) -> None:
+        """Check these gradients from now on.
+
+        Args:
+            names: names of all parameters, by index.
+            transport: the transport between the ranks.
+            gradients: a function that returns the `.grad` of each parameter. With `sharded=True` these are stand-ins.
+        """
+        self._names, self._transport, self._gradients = names, transport, gradients
 
     def backward_begins(self, *, has_hook: bool) -> None:
         """Prepare for a backward, whether it will be reduced or not."""
@@ -83,37 +92,26 @@ class NonFiniteWatch(NonFinite):
 
     Args:
         policy: "raise", "skip" or "zero".
-        names: names of all parameters, by index.
-        gradients: a function that returns the `.grad` of each parameter. With `sharded=True` these are stand-ins.
-        transport: the transport between the ranks.
     """
 
-    def __init__(
-        self,
-        policy: OnNonFinite,
-        names: Sequence[str],
-        gradients: Callable[[], Iterable[Tensor | None]],
-        transport: Transport,
-    ) -> None:
+    def __init__(self, policy: OnNonFinite) -> None:
         note_scalers()
         self.last: NonFiniteRecord = _not_reduced(num_steps=0)
         self._policy = policy
-        self._names = names
-        self._gradients = gradients
-        self._transport = transport
         self._discarded = DiscardedGradients()
         self._is_bad: bool | None = None
         """Whether the result of the present backward is discarded. It is None before the decision."""
         self._own = OwnGradients()
         self._replaces = False
         """Whether this rank sends zeros in place of elements that are not finite."""
-        self._report = NonFiniteReport(policy, names, warns=not transport.rank)
+        self._report = NonFiniteReport(policy)
 
-    def continues(self, former: NonFinite) -> None:
-        """Take over the state of a former object, because the module has changed."""
-        assert isinstance(former, NonFiniteWatch)
-        self._discarded, self.last = former._discarded, former.last
-        self._report.continues(former._report)
+    def use(
+        self, names: Sequence[str], transport: Transport, gradients: Callable[[], Iterable[Tensor | None]]
+    ) -> None:
+        """Check these gradients from now on. What is discarded stays discarded. See `NonFinite.use`."""
+        super().use(names, transport, gradients)
+        self._report.use(names, warns=not transport.rank)
 
     # ------------------------------------------------------------------ this rank's own gradients
 

@@ -13,7 +13,7 @@ This is the default. A step without NaN and infinity must not become slower by i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
@@ -32,16 +32,10 @@ _NUM_FIRST_STEPS, _EVERY = 16, 8
 
 
 class NonFiniteNotice(NonFinite):
-    """The rider of the policy `on_nonfinite="warn"`.
+    """The rider of the policy `on_nonfinite="warn"`."""
 
-    Args:
-        names: names of all parameters, by index.
-        transport: the transport between the ranks.
-    """
-
-    def __init__(self, names: Sequence[str], transport: Transport) -> None:
-        self._names = names
-        self._transport = transport
+    def __init__(self) -> None:
+        self._report = NonFiniteReport("warn")
         self._is_open = True
         """Whether gradients are still checked. All ranks have the same value, unless gradients are not sent."""
         self._own = OwnGradients()
@@ -54,10 +48,12 @@ class NonFiniteNotice(NonFinite):
         self._num_steps_late = 0
         """The number of steps since that step."""
 
-    def continues(self, former: NonFinite) -> None:
-        """Take over whether the warning has been given, because the module has changed."""
-        assert isinstance(former, NonFiniteNotice)
-        self._is_open = former._is_open
+    def use(
+        self, names: Sequence[str], transport: Transport, gradients: Callable[[], Iterable[Tensor | None]]
+    ) -> None:
+        """Check these gradients from now on, unless the warning was given. See `NonFinite.use`."""
+        super().use(names, transport, gradients)
+        self._late = None
 
     def backward_begins(self, *, has_hook: bool) -> None:
         """Forget what was found in the last backward."""
@@ -147,7 +143,7 @@ class NonFiniteNotice(NonFinite):
             rank: tuple(self._names[index] for index in sorted(row)) for rank, row in enumerate(own) if row
         }
         self.last = NonFiniteRecord(found=named, in_mean=(), outcome="warned", num_steps=1)
-        self._report = NonFiniteReport("warn", self._names, warns=warns)
+        self._report.use(self._names, warns=warns)
         self._report.prepare(Findings(own=own), self.last, step=step)
 
     def act(self) -> None:

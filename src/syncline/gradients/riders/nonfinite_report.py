@@ -52,14 +52,12 @@ class NonFiniteReport:
 
     Args:
         policy: "warn", "raise", "skip" or "zero".
-        names: names of all parameters, by index.
-        warns: whether this rank shows the warnings, if the findings are those of all ranks.
     """
 
-    def __init__(self, policy: OnNonFinite, names: Sequence[str], *, warns: bool) -> None:
+    def __init__(self, policy: OnNonFinite) -> None:
         self._policy = policy
-        self._names = names
-        self._warns = warns
+        self._names: Sequence[str] = ()
+        self._warns = False
         self._error: NonFiniteGradient | None = None
         """The prepared error. Under all policies but "raise", its text is the warning.
 
@@ -70,9 +68,14 @@ class NonFiniteReport:
         self._warns_from = 1
         """The number of affected steps at which the next warning is shown, even if it names no new parameter."""
 
-    def continues(self, former: NonFiniteReport) -> None:
-        """Take over the record of past warnings from a former report, because the module has changed."""
-        self._warned, self._warns_from = former._warned, former._warns_from
+    def use(self, names: Sequence[str], *, warns: bool) -> None:
+        """Report about these parameters from now on, and drop a prepared error.
+
+        Args:
+            names: names of all parameters, by index.
+            warns: whether this rank shows the warnings.
+        """
+        self._names, self._warns, self._error = names, warns, None
 
     def clear(self) -> None:
         """Drop a prepared error."""

@@ -317,6 +317,17 @@ class Replicas(Rider):
             watch.continues(self.watch)
         self.watch = watch
 
+    def agreed_at(self, step: int | None, *, steps_before: int) -> None:
+        """Record when the replicas were last known to be equal.
+
+        Args:
+            step: the number of backwards that the wrapper had run; None if it is not known.
+            steps_before: the number of steps before the run was resumed.
+        """
+        if self.watch is not None:
+            self.watch.steps_before = steps_before
+            self.watch.agreed_at(step)
+
     def begin_step(self, step: int) -> None:
         """Hash the slice of this step before parameters or optimizer state change."""
         if self.watch is not None:

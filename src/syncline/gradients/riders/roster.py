@@ -1,4 +1,4 @@
-"""All riders of one reducer, by name and in the order in which they conclude. Add a new rider to this file."""
+"""All riders of one wrapper, by name and in the order in which they conclude. Add a new rider to this file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from syncline.gradients.options import GradientOptions
+from syncline.gradients.options import GradientOptions, OnNonFinite
 from syncline.gradients.riders.base import Rider, Riders
 from syncline.gradients.riders.differences import Forwards, SameData, Settings
 from syncline.gradients.riders.items import Items
@@ -22,19 +22,29 @@ from syncline.transport.base import Transport
 
 
 class Roster(Riders):
-    """All riders of a reducer, as attributes and in their order. Every rank has the same riders.
+    """All riders of a wrapper, as attributes and in their order. Every rank has the same riders.
 
     Args:
-        names: names of all parameters, by index.
-        transport: the transport between the ranks.
-        options: the options of gradient synchronization.
-        static: the number of gradients of each parameter under `static_graph`. Pass None without `static_graph`.
-        gradients: a function that returns the `.grad` of each parameter. With `sharded=True` these are stand-ins.
-        former: the former riders. The new riders take over their state, because the module or its group has changed.
-            Pass None at first.
+        on_nonfinite: the policy for gradients that are not finite.
     """
 
-    def __init__(
+    def __init__(self, on_nonfinite: OnNonFinite) -> None:
+        self.stop: Stop = Stop()
+        self.newcomers: Newcomers = Newcomers()
+        self.forwards: Forwards = Forwards()
+        self.settings: Settings = Settings()
+        self.metrics: Metrics = Metrics()
+        self.replicas: Replicas = Replicas()
+        self.look: ReplicaLook = ReplicaLook()
+        self.same_data: SameData = SameData()
+        self.items = Items()
+        self.nonfinite = NonFinite()
+        if on_nonfinite == "warn":
+            self.nonfinite = NonFiniteNotice()
+        elif on_nonfinite != "ignore":
+            self.nonfinite = NonFiniteWatch(on_nonfinite)
+
+    def use(
         self,
         names: Sequence[str],
         transport: Transport,
@@ -42,24 +52,18 @@ class Roster(Riders):
         *,
         static: StaticUsage | None,
         gradients: Callable[[], Iterable[Tensor | None]],
-        former: Roster | None = None,
     ) -> None:
-        self.stop: Stop = Stop() if former is None else former.stop
-        self.newcomers: Newcomers = Newcomers() if former is None else former.newcomers
-        self.forwards: Forwards = Forwards() if former is None else former.forwards
-        self.settings: Settings = Settings() if former is None else former.settings
-        self.metrics: Metrics = Metrics() if former is None else former.metrics
-        self.replicas: Replicas = Replicas() if former is None else former.replicas
-        self.same_data: SameData = SameData() if former is None else former.same_data
-        self.items = Items()
+        """Report about these parameters from now on.
+
+        Args:
+            names: names of all parameters, by index.
+            transport: the transport between the ranks.
+            options: the options of gradient synchronization.
+            static: the number of gradients of each parameter under `static_graph`. Pass None without `static_graph`.
+            gradients: a function that returns the `.grad` of each parameter. With `sharded=True` these are stand-ins.
+        """
         self.missing = MissingGradients(names, are_allowed=options.allow_unused)
-        self.nonfinite = NonFinite()
-        if options.on_nonfinite == "warn":
-            self.nonfinite = NonFiniteNotice(names, transport)
-        elif options.on_nonfinite != "ignore":
-            self.nonfinite = NonFiniteWatch(options.on_nonfinite, names, gradients, transport)
-        if former is not None:
-            self.nonfinite.continues(former.nonfinite)
+        self.nonfinite.use(names, transport, gradients)
         riders: list[Rider] = [
             self.stop,
             self.newcomers,
@@ -75,9 +79,8 @@ class Roster(Riders):
         riders += [self.items, self.metrics]
         if options.on_nonfinite != "ignore":
             riders.append(self.nonfinite)
-        self.look: ReplicaLook = ReplicaLook() if former is None else former.look
         if options.compares_replicas:
             riders.append(self.replicas)
         elif options.looks_at_replicas:
             riders.append(self.look)
-        super().__init__(riders, transport)
+        self.arrange(riders, transport)
