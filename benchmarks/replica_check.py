@@ -100,10 +100,10 @@ def measure(
     timed = Timed(watch, "begin", "buffers_are_equal", "fingerprint", "compare", "mean_is")
     gc.collect()
     gc.disable()  # a pass over all objects would be charged to whoever makes the next one
-    before = gradients.num_backwards
+    before = gradients.state.num_backwards
     seconds = take_turns(steps, num_rounds=num_rounds, num_steps=num_steps, world=sl.world())
     gc.enable()
-    num_checked = gradients.num_backwards - before
+    num_checked = gradients.state.num_backwards - before
     return {
         "parameters": sum(p.numel() for p in ddps[WITH].parameters()),
         "seconds": seconds,

@@ -59,7 +59,9 @@ def test_running_statistics_are_pooled_on_the_device() -> None:
         layer = nn.BatchNorm1d(2, device="cuda")
         layer.running_mean.fill_(2.0 * t.rank)
         layer.num_batches_tracked.fill_(t.rank)
-        BufferSync(layer, t, policy="average").sync()
+        sync = BufferSync("average")
+        sync.use(layer, t, t)
+        sync.sync()
         return [b.tolist() for b in layer.buffers()]
 
     assert run_ranks(2, rank) == [[[1.0, 1.0], [2.0, 2.0], 1]] * 2

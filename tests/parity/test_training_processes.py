@@ -61,7 +61,8 @@ def test_buffers_become_equal(transport: Any) -> None:
             norm.running_mean.fill_(float(rank))
             norm.running_var.fill_(2.0)
             norm.num_batches_tracked.fill_(rank)
-        sync = BufferSync(module, t, policy=policy)  # type: ignore[arg-type]
+        sync = BufferSync(policy)  # type: ignore[arg-type]
+        sync.use(module, t, t)
         before = t.statistics()
         sync.before_forward(next_is_due=True)
         num_calls = (t.statistics() - before).num_calls
@@ -84,7 +85,8 @@ def test_after_buffers_were_made_equal_rank_0_may_evaluate_alone(transport: Any)
     rank = sl.init(transport).rank
     for policy in ("broadcast", "average", "none"):
         module = with_buffers()
-        sync = BufferSync(module, transport_of(), policy=policy)  # type: ignore[arg-type]
+        sync = BufferSync(policy)  # type: ignore[arg-type]
+        sync.use(module, transport_of(), transport_of())
         mean: Any = module[1].running_mean  # type: ignore[index]
         mean.fill_(1.0 + rank)
         sync.sync()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import product
 
 import pytest
@@ -25,6 +25,12 @@ def float64(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def used(module: nn.Module, t: Transport, policy: str, ignored: Collection[str] = ()) -> BufferSync:
+    sync = BufferSync(policy)
+    sync.use(module, t, t, ignored)
+    return sync
+
+
 def on_ranks(
     num_ranks: int, build: Callable[[int], nn.Module], policy: str = "average"
 ) -> list[dict[str, Tensor]]:
@@ -32,7 +38,7 @@ def on_ranks(
 
     def rank(t: Transport) -> dict[str, Tensor]:
         module = build(t.rank)
-        sync = BufferSync(module, t, policy=policy)
+        sync = used(module, t, policy)
         sync.before_forward(next_is_due=True)
         assert sync.last_forward().sent
         return dict(module.named_buffers())
@@ -204,7 +210,7 @@ def test_everything_travels_in_two_collectives_at_most(t: Transport) -> None:
     cases = [(nn.ModuleList(layers), 2), (Holder(x=torch.zeros(2)), 1), (Holder(n=torch.zeros(2).int()), 1)]
     for module, expected in cases:
         before = t.statistics()
-        assert BufferSync(module, t, policy="average").sync() == expected
+        assert used(module, t, "average").sync() == expected
         assert (t.statistics() - before).num_calls == {"all_reduce": expected}
 
 
@@ -231,7 +237,7 @@ def test_buffers_are_equal_before_a_forward_on_torchs_schedule(t: Transport) -> 
     for policy in POLICIES:
         module, sent, values = norm(float(t.rank), 1.0), [], []
         versions = [buffer._version for buffer in module.buffers()]
-        sync = BufferSync(module, t, policy=policy)
+        sync = used(module, t, policy)
         for next_is_due in (True, False, True, True):
             sync.before_forward(next_is_due=next_is_due)
             sent.append(sync.last_forward().sent)
@@ -268,16 +274,16 @@ def test_broadcast_makes_them_rank_0s() -> None:
 
 @on_threads(2)
 def test_none_sends_nothing_before_a_forward(t: Transport) -> None:
-    for arguments in ({"policy": "none"}, {"enabled": False}):
+    for policy in ("none", "broadcast"):
         module = norm(float(t.rank), 1.0)
-        sync = BufferSync(module, t, **arguments)
+        sync = used(module, t, policy)
+        sync.enabled = False
         sync.before_forward(next_is_due=True)
-        with case(arguments):
-            assert not sync.enabled
+        with case(policy):
             assert module.running_mean[0].item() == t.rank
             assert sync.last_forward().reason == "broadcasting buffers is switched off"
     for policy in POLICIES:  # nor is anything sent without buffers
-        sync = BufferSync(nn.Linear(2, 2), t, policy=policy)
+        sync = used(nn.Linear(2, 2), t, policy)
         sync.before_forward(next_is_due=True)
         assert sync.sync() == 0
     assert t.statistics().total_calls == 0
@@ -287,7 +293,7 @@ def test_none_sends_nothing_before_a_forward(t: Transport) -> None:
 def test_a_replaced_buffer_and_one_set_to_none_are_noticed(t: Transport) -> None:
     for policy, expected in (("broadcast", 0.0), ("average", 5.0)):
         module = nn.Sequential(norm(0.0, 1.0), Holder(x=torch.zeros(3)))
-        sync = BufferSync(module, t, policy=policy)
+        sync = used(module, t, policy)
         sync.before_forward(next_is_due=True)
         module[0].running_mean = torch.full((2,), 10.0 * t.rank)
         module[1].x = None
@@ -301,7 +307,7 @@ def test_a_replaced_buffer_and_one_set_to_none_are_noticed(t: Transport) -> None
 def test_ignored_buffers_are_left_alone_and_a_variance_without_its_mean_is_not_pooled(t: Transport) -> None:
     module = nn.Sequential(norm(float(t.rank), 1.0 + t.rank))
     module.register_buffer("top", torch.tensor(float(t.rank)))
-    sync = BufferSync(module, t, policy="average", ignored=["0.running_mean", "top"])
+    sync = used(module, t, "average", ["0.running_mean", "top"])
     sync.before_forward(next_is_due=True)
     assert sync.last_forward().num_tensors == 2
     assert [b.flatten()[0].item() for b in module.buffers()] == [t.rank, t.rank, 1.5, 0]
@@ -310,13 +316,13 @@ def test_ignored_buffers_are_left_alone_and_a_variance_without_its_mean_is_not_p
 @on_threads(2)
 def test_another_source_can_be_chosen_for_a_broadcast(t: Transport) -> None:
     module = norm(float(t.rank), 1.0)
-    BufferSync(module, t).before_forward(next_is_due=True, src=1)
+    used(module, t, "broadcast").before_forward(next_is_due=True, src=1)
     assert module.running_mean[0].item() == 1.0
 
 
 @on_threads(2)
 def test_a_forward_left_to_a_hook_says_whether_it_was_due_and_keeps_the_schedule(t: Transport) -> None:
-    sync = BufferSync(norm(float(t.rank), 1.0), t)
+    sync = used(norm(float(t.rank), 1.0), t, "broadcast")
     due = [sync.leave_to_hook(next_is_due=False), sync.leave_to_hook(next_is_due=True)]
     sync.enabled = False
     due.append(sync.leave_to_hook(next_is_due=True))
@@ -332,7 +338,7 @@ def test_a_forward_left_to_a_hook_says_whether_it_was_due_and_keeps_the_schedule
 def test_equalize_makes_them_equal_now_and_the_next_forward_sends_nothing(t: Transport) -> None:
     for policy, expected in (("broadcast", 1.0), ("average", 1.5), ("none", 1.0)):
         module = norm(0.0, 1.0)
-        sync = BufferSync(module, t, policy=policy)
+        sync = used(module, t, policy)
         sync.before_forward(next_is_due=True)
         module.running_mean.fill_(1.0 + t.rank)
         before = t.statistics()
@@ -356,7 +362,7 @@ def test_training_under_average_keeps_evaluation_equal_on_all_ranks() -> None:
 
     def rank(t: Transport) -> list[Tensor]:
         module = nn.BatchNorm1d(3)
-        sync = BufferSync(module, t, policy="average")
+        sync = used(module, t, "average")
         for batch in batches:
             sync.before_forward(next_is_due=True)
             module(batch[t.rank])

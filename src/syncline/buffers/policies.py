@@ -70,59 +70,59 @@ class BufferSync:
     can precede one backward (as for the discriminator of a GAN).
 
     Args:
-        module: the module that has the buffers. Buffers may be added, removed and replaced at any time.
-        transport: the transport that sends the buffers.
-        agreeing: the transport over which ranks compare the shapes and types of the buffers after one has changed. Pass
-            None to use `transport`.
         policy: with "broadcast", all ranks get rank 0's buffers. With "average", floating-point buffers become the mean
             over ranks, with equal weights. The `running_mean` and `running_var` of a submodule are pooled (see [Note:
             pooling] in `pooling.py`). Integers, such as `num_batches_tracked`, become the maximum. A bool becomes true
-            if it is true on any rank. With "none", every rank keeps its own buffers.
-        enabled: whether forwards synchronize buffers. With the policy "none" they do not. If the attribute `enabled` is
-            set later, the policy "none" acts as "broadcast".
-        ignored: names of buffers that are never synchronized, and shell patterns for such names.
+            if it is true on any rank. With "none", every rank keeps its own buffers. If the attribute `enabled` is set
+            later, the policy "none" acts as "broadcast".
         are_local: whether no buffer is ever synchronized, because the module had none when it was wrapped.
-        are_compared: whether the ranks have compared the present buffers, so that the first synchronization need not.
+        are_compared: whether the ranks have compared the buffers to which `use` is applied first.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        transport: Transport,
-        *,
-        agreeing: Transport | None = None,
-        policy: BufferPolicy = "broadcast",
-        enabled: bool = True,
-        ignored: Collection[str] = (),
-        are_local: bool = False,
-        are_compared: bool = True,
+        self, policy: BufferPolicy = "broadcast", *, are_local: bool = False, are_compared: bool = True
     ) -> None:
         self.policy: BufferPolicy = policy
-        self.enabled = enabled and policy != "none"
+        self.enabled = policy != "none"
         """Whether forwards synchronize buffers."""
         self.why_disabled = "broadcasting buffers is switched off"
         self.due = True
         """Whether the next forward synchronizes buffers. It does not if the previous forward ran under no_sync or
         no_grad, or if `sync` was called after the previous forward."""
-        self.are_equal = False
-        """Whether `sync` has made the buffers equal, and no forward has run after it."""
         self.are_local = are_local
         """Whether no buffer is ever synchronized."""
-        self._ignored = ignored
+        self._are_compared = are_compared
+        self._paused = ""
+        """The reason why nothing is synchronized for a while; "" if there is none."""
         self._places: list[Place] = []
-        self.use_module(module)
-        self._transport = transport
-        self._agreeing = agreeing or transport
-        self._module_name = type(module).__name__
-        self._tensors: list[Tensor] = []
-        """The tensors that the last synchronization used."""
-        # An expanded buffer cannot be written, so the first synchronization has to detect it.
-        kinds = [(*kind, False) for *kind, _ in _kinds(self._current())]
-        self._agreed_kinds = kinds if are_compared else None
-        """The shapes and types of the buffers on which the ranks have agreed; None if they have not."""
-        self._broadcaster: TensorBroadcaster | None = None
         self._last: tuple[bool, str] | None = None
         """Whether the last forward synchronized buffers, and the reason if not. It is None before any forward."""
+        self._comparing: Any = None
+
+    def use(
+        self, module: nn.Module, transport: Transport, comparing: Transport, ignored: Collection[str] = ()
+    ) -> None:
+        """Synchronize the buffers of this module from now on.
+
+        Args:
+            module: the module that has the buffers. Buffers may be added, removed and replaced at any time.
+            transport: the transport that sends the buffers.
+            comparing: the transport over which ranks compare the shapes and types of the buffers after one has changed.
+            ignored: names of buffers that are never synchronized, and shell patterns for such names.
+        """
+        self._ignored, self._transport, self._module_name = ignored, transport, type(module).__name__
+        self.use_module(module)
+        self._tensors: list[Tensor] = []
+        """The tensors that the last synchronization used."""
+        self._broadcaster: TensorBroadcaster | None = None
+        self.are_equal = False
+        """Whether `sync` has made the buffers equal, and no forward has run after it."""
+        if comparing is not self._comparing:
+            self._comparing = comparing
+            # An expanded buffer cannot be written, so the first synchronization has to detect it.
+            kinds = [(*kind, False) for *kind, _ in _kinds(self._current())]
+            self._agreed_kinds, self._are_compared = kinds if self._are_compared else None, False
+            """The shapes and types of the buffers on which the ranks have agreed; None if they have not."""
 
     def use_module(self, module: nn.Module) -> None:
         """Synchronize the buffers of this module from now on, which has the same parameters as the former one."""
@@ -133,7 +133,15 @@ class BufferSync:
     @property
     def are_sent(self) -> bool:
         """Whether forwards synchronize buffers when this is due."""
-        return self.enabled and not self.are_local
+        return self.enabled and not self.are_local and not self._paused
+
+    def leave_to_strategy(self, why: str) -> None:
+        """Synchronize nothing before forwards, for the reason `why`, unless `enabled` is set later."""
+        self.enabled, self.why_disabled = False, why
+
+    def pause(self, why: str) -> None:
+        """Synchronize nothing before forwards, for the reason `why`, until this method is called with ""."""
+        self._paused = why
 
     @property
     def places(self) -> list[Place]:
@@ -178,8 +186,8 @@ class BufferSync:
         were_equal, self.are_equal = self.are_equal, False
         if self.are_local:
             self._last = (False, "the module had no buffers when it was wrapped")
-        elif not self.enabled:
-            self._last = (False, self.why_disabled)
+        elif self._paused or not self.enabled:
+            self._last = (False, self._paused or self.why_disabled)
         elif self._transport.size == 1:
             self._last = (False, "there is only one rank")
         elif not due and were_equal:
@@ -264,18 +272,13 @@ class BufferSync:
         except ValueError as error:
             fault = SynclineError(str(error))
         exchange(
-            self._agreeing,
+            self._comparing,
             f"the buffers of {self._module_name}, some of which were added or replaced",
             describe_tensors(self._named_current(), kind="buffer", layout=False),
             fault=fault,
             remedy="All ranks must add a buffer, or replace it by one of another shape or type, before the same "
             "forward. A buffer that each rank may have for itself is named in ignore= when the module is wrapped.",
         )
-
-    def continues(self, former: BufferSync) -> None:
-        """Take over the settings of a former `BufferSync`, because the module has changed."""
-        self.enabled, self.due, self.why_disabled = former.enabled, former.due, former.why_disabled
-        self._agreed_kinds = former._agreed_kinds if self._agreeing is former._agreeing else None
 
     def _named_current(self) -> list[tuple[str, Tensor]]:
         """Return the present buffers with their names. If a buffer has several names, it occurs with each name."""

@@ -15,7 +15,6 @@ from syncline.buffers.policies import BufferSync
 from syncline.checks import checked_kind
 from syncline.compression import HookState
 from syncline.compression import hook as compression_hook
-from syncline.contract import Rules
 from syncline.ddp.config import Config
 from syncline.ddp.lanes import Lanes
 from syncline.ddp.registrations import Registrations
@@ -230,25 +229,18 @@ class Drift:
         self.divergence = Divergence(self._module, transport, weakly(self._switch), weakly(self._was_written))
         """The record that says whether `sl.diverge` lets the replicas drift apart now, or has let them drift before."""
 
-    def use(
-        self, gradients: GradientSync, buffers: BufferSync, registered: Registrations, rules: Rules | None
-    ) -> None:
+    def use(self, gradients: GradientSync, buffers: BufferSync, registered: Registrations) -> None:
         """Control from now on whether these parts synchronize.
 
         Args:
             gradients: the synchronization of gradients.
             buffers: the synchronization of buffers.
             registered: the registered hooks, optimizers and metrics.
-            rules: the rules of a strategy under which replicas drift. Pass None under `EveryStep`.
         """
         self._gradients = gradients
         self._buffers = buffers
         self._registered = registered
         self._let_decide()
-        if rules is not None:
-            buffers.enabled = False
-            when = rules.buffers_when if self._syncs_buffers else "never (buffers='none')"
-            buffers.why_disabled = f"under {self._strategy} they are synchronized {when}"
 
     def _let_decide(self) -> None:
         """Let each backward call `reduces` when it begins, if a strategy or `sl.diverge` can prevent its reduction."""
@@ -354,9 +346,4 @@ class Drift:
         self._let_decide()
         for attached in self._gradients.riders.settings.optimizers:
             attached.counts = not is_open
-        buffers = self._buffers
-        if is_open:
-            self._buffers_before = (buffers.enabled, buffers.why_disabled)
-            buffers.enabled, buffers.why_disabled = False, "sl.diverge lets the replicas drift apart"
-        else:
-            buffers.enabled, buffers.why_disabled = self._buffers_before
+        self._buffers.pause("sl.diverge lets the replicas drift apart" if is_open else "")

@@ -89,7 +89,6 @@ class Replica:
         check_one_copy(module, transport)
         if config.init_sync:
             broadcast_values(chosen, transport, src=0, buffers=config.init_buffers)
-        self._step_state = StepState(config.gradients.on_nonfinite)
         self._lanes = Lanes(self)
         self._gradient_lane, self._buffer_lane = self._open_lanes()
         drifting = spec if config.strategy.drifts else None
@@ -143,21 +142,23 @@ class Replica:
                 looks_at_replicas=looks,
             ),
             main_lane=self.transport,
-            state=self._step_state,
+            state=StepState(self.config.gradients.on_nonfinite) if former is None else former.state,
             title=self._numbered_title,
             # Passed before the buckets are laid out, because encoded gradients need no memory of the transport.
             comm_hook=self.state.comm_hook(self._gradient_lane, self.module, num_ranks=self.transport.size),
             carry=None if former is None else former.retire(self._gradient_lane),
         )
-        self.buffers = BufferSync(
-            self.module,
-            self._buffer_lane,
-            agreeing=self.transport,
-            policy=self.config.buffers,
-            ignored=[*chosen.ignored, *self.config.ignore],
-            are_local=self._has_local_buffers,
-            are_compared=self.config.sends_buffers,
-        )
+        rules, ignored = self._first_plan.rules, [*chosen.ignored, *self.config.ignore]
+        if former is None:
+            self.buffers: BufferSync = BufferSync(
+                self.config.buffers,
+                are_local=self._has_local_buffers,
+                are_compared=self.config.sends_buffers,
+            )
+            if rules is not None:
+                when = rules.buffers_when if self.config.buffers != "none" else "never (buffers='none')"
+                self.buffers.leave_to_strategy(f"under {self.config.strategy} they are synchronized {when}")
+        self.buffers.use(self.module, self._buffer_lane, self.transport, ignored)
         if self.config.gradients.sharded:
             self.sharding = Sharding(
                 self.module,
@@ -168,11 +169,10 @@ class Replica:
                 former=self.sharding,
             )
         self._watch_gradients()
-        rules = self._first_plan.rules
         if rules is not None and rules.equal_after_sync:
             self.checks.after_syncs = self._watch(self.transport, range(self.transport.size))
         self.registered.use(self.module, self.gradients, self.transport, self.sharding)
-        self.drift.use(self.gradients, self.buffers, self.registered, rules)
+        self.drift.use(self.gradients, self.buffers, self.registered)
         self._remove_triggers()
         self._inventory = Inventory(self.module)
         # The finalizer must hold no reference that keeps the wrapper alive.
@@ -194,11 +194,9 @@ class Replica:
             chosen: the tensors to synchronize.
             compared: the record of the module when the ranks compared it. Pass None if they have compared it now.
         """
-        former, former_buffers = self.gradients, self.buffers
         self._hooks_finalizer.detach()
-        self._wire(chosen, former)
+        self._wire(chosen, self.gradients)
         self._inventory = compared or self._inventory
-        self.buffers.continues(former_buffers)
 
     def _chosen_again(self) -> Selection:
         """Repeat the selection of the tensors to synchronize, in the module as it is now."""
@@ -239,7 +237,7 @@ class Replica:
         """Record that the buffers are equal on all ranks now, because the forward that begins has synchronized them."""
         watch = self.gradients.riders.replicas.watch
         if watch is not None and self.drift.rounds is None:
-            watch.buffers_are_equal(self._step_state.num_backwards + 1)
+            watch.buffers_are_equal(self.gradients.state.num_backwards + 1)
 
     def equal_tensors(self) -> list[tuple[str, Tensor]]:
         """Return the tensors that must be equal on all ranks now, each with its name."""
@@ -549,7 +547,6 @@ class Replica:
         self.transport = transport_of(None)
         title = self._numbered_title = self._title  # not numbered, because one rank may unpickle alone
         self._gradient_lane = self._buffer_lane = self.transport
-        self._step_state = StepState(self.config.gradients.on_nonfinite)
         self._lanes = Lanes(self)
         self.drift = Drift(self.module, (), self.config, self.transport, None, self.checks, title=title)
         compare = weakly(self._before_reduction)

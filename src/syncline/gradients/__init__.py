@@ -19,6 +19,7 @@ reduction.py          the path of gradients: buckets are filled, sent, waited fo
 shard.py              this rank's shard of a bucket
 shard_plan.py         which rank owns which part of which bucket (pure functions)
 sparse.py             a bucket of one sparse gradient
+state.py              what lasts as long as a wrapper: its step, requests, riders, item counts and stragglers
 step_guard.py         the check before the step of any optimizer that its gradients were reduced
 step_times.py         the times of a step on each rank, which show which rank was late
 stragglers.py         the ranks that are slow over many steps (pure functions and a window of steps)

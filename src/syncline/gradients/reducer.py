@@ -138,11 +138,6 @@ class GradientSync:
     # ------------------------------------------------------------------ for others to read
 
     @property
-    def source(self) -> Source:
-        """The module and the rank, for events."""
-        return self.state.emitter.source
-
-    @property
     def options(self) -> GradientOptions:
         """The options of gradient synchronization."""
         return self.reduction.options
@@ -363,7 +358,7 @@ class GradientSync:
             reduction.clock.enter(BACKWARD)
         accumulates = self.is_local_now()
         num_contributing = self.controls.backward_begins(accumulates=accumulates)
-        reducer = self.state.reducer
+        reducer: GradientSync | None = self.state.reducer()
         if reducer is not None and reducer is not self:  # the module had changed
             if index is None:
                 reducer._outputs_reached(task)

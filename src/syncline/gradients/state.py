@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
@@ -16,9 +16,6 @@ from syncline.gradients.riders.items import ItemNormalizer
 from syncline.gradients.riders.roster import Roster
 from syncline.gradients.stragglers import Stragglers
 from syncline.user_code import warn_user
-
-if TYPE_CHECKING:
-    from syncline.gradients.reducer import GradientSync
 
 
 class StepState:
@@ -40,17 +37,12 @@ class StepState:
         """The normalizer, which counts the items whose gradients are in `.grad` (see `normalize_by`)."""
         self.stragglers: Stragglers = Stragglers()
         self.emitter: Emitter = Emitter()
-        self._reducer: weakref.ref[GradientSync] | None = None
         self._warned: set[str] = set()
 
-    @property
-    def reducer(self) -> GradientSync | None:
-        """The reducer that averages the gradients now; None if it was freed."""
-        return None if self._reducer is None else self._reducer()
-
-    def use(self, reducer: GradientSync) -> None:
+    def use(self, reducer: object) -> None:
         """Let a reducer take the place of the present one."""
-        self._reducer = weakref.ref(reducer)
+        self.reducer: weakref.ref[Any] = weakref.ref(reducer)
+        """The reducer that averages the gradients now. It holds this object."""
 
     @property
     def num_backwards(self) -> int:

@@ -62,8 +62,6 @@ class SlowRanks:
         found = []
         for wrapper in self._wrappers:
             gradients = wrapper._replica.gradients
-            if (
-                gradients.reduction.transport.size == here.size
-            ):  # otherwise, ranks of other groups see other times
+            if gradients.reduction.transport.size == here.size:  # ranks of other groups see other times
                 found += gradients.state.stragglers.present
         return max(found, key=lambda one: one.late_seconds, default=None)

@@ -12,7 +12,6 @@ metrics.py           rider: means over ranks of the metrics given to `ddp.report
 missing.py           riders: parameters without a gradient; changes of a static graph
 nonfinite.py         rider: gradients that are NaN or infinite; marks on gradients that must not be applied
 nonfinite_notice.py  rider: one warning if gradients are not finite, the default
-nonfinite_report.py  the error or warning about such gradients
 replica_look.py      rider: a comparison of all parameters in the steps 1, 2, 4, 8, ..., the default
 replica_search.py    search for the values in which replicas differ
 replica_watch.py     rider: the fingerprint of one slice of the replica in each step, which ranks compare

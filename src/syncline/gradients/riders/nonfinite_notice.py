@@ -22,8 +22,7 @@ from syncline.gradients.backward import Backward
 from syncline.gradients.bucket_plan import LARGE_GRADIENT_NUMEL
 from syncline.gradients.riders.base import Holder, Reduced, Words
 from syncline.gradients.riders.finite import Found, LateResult, OwnGradients, describe, is_finite
-from syncline.gradients.riders.nonfinite import NonFinite, exchange_found, present
-from syncline.gradients.riders.nonfinite_report import Findings, NonFiniteReport
+from syncline.gradients.riders.nonfinite import Findings, NonFinite, NonFiniteReport, exchange_found, present
 from syncline.records import NonFiniteRecord
 from syncline.transport.base import Transport
 

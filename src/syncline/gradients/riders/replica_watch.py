@@ -125,14 +125,14 @@ class ReplicaWatch:
         self._was_finite = True
         """Whether the sample of the mean was finite in the last step."""
 
-    def continues(self, former: ReplicaWatch) -> None:
-        """Take over the state of a former object, because the module has changed."""
-        self.last_compared, self.num_repairs = former.last_compared, former.num_repairs
-        self._warned, self._was_finite = former._warned, former._was_finite
-        self.steps_before = former.steps_before
-        self._coverage.all_agreed(former._coverage.all_agreed_at)
-        if not former._coverage.is_listed:
-            self._buffer_coverage.all_agreed(former._buffer_coverage.all_agreed_at)
+    def continues(self, other: ReplicaWatch) -> None:
+        """Take over the state of the watch that this one replaces."""
+        self.last_compared, self.num_repairs = other.last_compared, other.num_repairs
+        self._warned, self._was_finite = other._warned, other._was_finite
+        self.steps_before = other.steps_before
+        self._coverage.all_agreed(other._coverage.all_agreed_at)
+        if not other._coverage.is_listed:
+            self._buffer_coverage.all_agreed(other._buffer_coverage.all_agreed_at)
 
     def agreed_at(self, step: int | None) -> None:
         """Record that parameters and optimizer state were equal after `step`. Pass None if they were replaced."""
