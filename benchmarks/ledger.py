@@ -30,6 +30,7 @@ import torch
 import syncline as sl
 from models import Chain
 from rounds import take_turns
+from syncline.events import Source
 from syncline.gradients.backward import Backward
 from syncline.gradients.ledger import Ledger
 from syncline.tools.bench.results import median_interval
@@ -105,7 +106,8 @@ def measure(num_parameters: int, arguments: argparse.Namespace, world: sl.World)
         step()
     noted = noted_in(step)
     buckets = noted["backward"].sent
-    spare = Ledger([name for name, _ in ddp.module.named_parameters()])
+    spare, names = Ledger(), [name for name, _ in ddp.module.named_parameters()]
+    spare.use(Source(world.rank, "Chain"), names, num_ranks=world.size, looks_for_unused=False)
     num_calls = arguments.calls
 
     def stamp_bucket() -> None:

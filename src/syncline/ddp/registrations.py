@@ -318,7 +318,7 @@ class Registrations:
 
     def _emit_step(self, attached: AttachedOptimizer, *, is_discarded: bool) -> None:
         event = OptimizerStepped(
-            source=self._gradients.state.emitter.source,
+            source=self._gradients.ledger.source,
             optimizer=type(attached.optimizer).__name__,
             step=attached.num_steps,
             began_at=self._step_began_at,

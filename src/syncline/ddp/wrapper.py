@@ -294,7 +294,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def _emit_forward(self, began_at: float, computed_from: float) -> None:
         gradients, buffers = self._replica.gradients, self._replica.buffers
         event = ForwardEnded(
-            source=gradients.state.emitter.source,
+            source=gradients.ledger.source,
             step=gradients.step + 1,
             began_at=began_at,
             computed_from=computed_from,

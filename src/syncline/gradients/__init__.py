@@ -10,7 +10,7 @@ comm_hook.py          a user's communication hook in place of all_reduce
 copying.py            the copy of a gradient into its bucket, which also finds NaN and infinity
 hooks.py              the hooks that report when a parameter's gradient is ready
 layout.py             the buckets of a reducer, and the place of each gradient
-ledger.py             what was reduced in the last backward; the events of a reducer, for observers
+ledger.py             what was reduced in the last backward; the events of a wrapper, for observers
 options.py            the options of gradient synchronization, and the requests of a wrapper for its next backwards
 out_of_step.py        errors after which ranks are out of step, because some have sent data that others do not expect
 outputs.py            the outputs of forwards, which tell to which forward a backward belongs

@@ -1,15 +1,14 @@
-"""The ledger, which stores the facts about the last backward and builds a record of them on request.
+"""The ledger, which stores the facts about the last backward, builds a record of them on request, and emits events.
 
 Facts are stored in each backward, and to store them must cost next to nothing. So the ledger stores only references to
 objects and plain values. `Ledger.last` looks up the names of parameters and builds the record.
 
-The places that call the emitter of events first look whether an observer wants the event (`OBSERVERS`).
+The places that emit other events first look whether an observer wants the event (`OBSERVERS`).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -31,14 +30,27 @@ from syncline.records import BackwardRecord, BucketRecord, NonFiniteRecord, Stra
 
 
 class Ledger:
-    """A store for the facts about the most recent backward, from which its record is built.
+    """A store for the facts about the last backward of a wrapper, which also emits the events of its backwards."""
 
-    Args:
-        names: the parameters' names, by index.
-    """
+    source: Source
+    """The wrapped module and the rank."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+    def __init__(self) -> None:
+        self._num_layouts = 0
+        """The number of layouts of buckets that observers have seen."""
+
+    def use(self, source: Source, names: Sequence[str], *, num_ranks: int, looks_for_unused: bool) -> None:
+        """Record the backwards of another reducer from now on.
+
+        Args:
+            source: the wrapped module and the rank.
+            names: the names of the parameters, by index.
+            num_ranks: the number of ranks that train together.
+            looks_for_unused: whether each backward looks for parameters that it does not reach.
+        """
+        self.source = source
+        self._names, self._num_ranks, self._looks_for_unused = names, num_ranks, looks_for_unused
+        self._plans: list[BucketPlan] = []
         self._backward: Backward | None = None
         self._ended_at = 0.0
         self._timing: Measured | None = None
@@ -54,7 +66,7 @@ class Ledger:
         facts: Mapping[str, Any],
         timing: Measured | None,
     ) -> None:
-        """Store the facts about a backward that has ended.
+        """Store the facts about a backward that has ended, and emit that it has ended.
 
         Args:
             backward: the backward, which must not be changed afterwards.
@@ -63,7 +75,7 @@ class Ledger:
             facts: the fields of the record that the riders provide, by name.
             timing: the times of the step; None if the backward was not reduced.
         """
-        self._backward, self._ended_at, self._timing = backward, time.perf_counter(), timing
+        self._backward, self._ended_at, self._timing = backward, perf_counter(), timing
         self._facts = {
             "step": step,
             "divisor": divisor,
@@ -71,6 +83,8 @@ class Ledger:
             "reduced_afterwards": False,
             **facts,
         }
+        if OBSERVERS.backward_ended:
+            self._backward_ended(backward)
 
     def note_reduction(self, *, num_items: int | None, num_ranks: int) -> None:
         """Record that the gradients in `.grad` were reduced after the backward had ended.
@@ -99,7 +113,7 @@ class Ledger:
         return BackwardRecord(
             synchronized=bool(buckets),
             num_gradients=len(ready),
-            unused=tuple(name for i, name in enumerate(self._names) if i not in position),
+            unused=self._unused(backward),
             num_reduced=sum(bucket.plan.num_gradient_elements for bucket in buckets),
             buckets=tuple(self._bucket(bucket, position, backward.began_at) for bucket in buckets),
             duration_seconds=self._ended_at - backward.began_at,
@@ -118,29 +132,39 @@ class Ledger:
             waited_seconds=bucket.waited_seconds,
         )
 
+    def _unused(self, backward: Backward) -> tuple[str, ...]:
+        if len(backward.ready) >= len(self._names):
+            return ()
+        seen = set(backward.ready)
+        return tuple(name for index, name in enumerate(self._names) if index not in seen)
 
-class Emitter:
-    """An object that emits the events of one wrapper's backwards."""
+    # ------------------------------------------------------------------ events
 
-    source: Source
-    """The wrapped module and the rank."""
-
-    def __init__(self) -> None:
-        self._layout = 0
-        """The number of layouts of buckets so far."""
-
-    def use(self, source: Source, names: Sequence[str], *, num_ranks: int, looks_for_unused: bool) -> None:
-        """Emit the events of another reducer from now on.
-
-        Args:
-            source: the wrapped module and the rank.
-            names: the names of the parameters, by index.
-            num_ranks: the number of ranks that train together.
-            looks_for_unused: whether each backward looks for parameters that it does not reach.
-        """
-        self.source = source
-        self._names, self._num_ranks, self._looks_for_unused = names, num_ranks, looks_for_unused
-        self._plans: list[BucketPlan] = []
+    def _backward_ended(self, backward: Backward) -> None:
+        plans = [one.plan for one in backward.sent]
+        if plans and plans != self._plans:
+            self._plans, self._num_layouts = plans, self._num_layouts + 1
+        buckets = [
+            (one.plan.index, one.launched_at, one.reduced_at - one.waited_seconds, one.reduced_at)
+            for one in backward.sent
+        ]
+        event = BackwardEnded(
+            source=self.source,
+            step=backward.step,
+            began_at=backward.began_at,
+            ended_at=self._ended_at,
+            is_synchronized=bool(buckets),
+            buckets=tuple(buckets),
+            layout=self._num_layouts,
+            metrics=self._facts.get("metrics", {}),
+            looks_for_unused=self._looks_for_unused,
+            unused=self._unused(backward),
+            record=self.present,
+            num_ranks=self._num_ranks,
+            ends_step=self._facts["step"] == backward.step,
+        )
+        for receive in OBSERVERS.backward_ended:
+            receive(event)
 
     def observed_list(self, step: int) -> list[int]:
         """Return an empty list for the indices of ready gradients, which emits an event for each of them."""
@@ -166,52 +190,6 @@ class Emitter:
             BucketReduced(self.source, step, bucket.plan.index, began_at, bucket.reduced_at),
         )
 
-    def backward_ended(
-        self,
-        backward: Backward,
-        metrics: Mapping[str, float],
-        record: Callable[[], BackwardRecord],
-        *,
-        ends_step: bool,
-    ) -> None:
-        """Emit that a backward has ended.
-
-        Args:
-            backward: the backward.
-            metrics: the means of the metrics that were reported.
-            record: a function that returns its record.
-            ends_step: whether a step ends with it.
-        """
-        sent = backward.sent
-        plans = [one.plan for one in sent]
-        if plans and plans != self._plans:
-            self._plans, self._layout = plans, self._layout + 1
-        buckets = [
-            (one.plan.index, one.launched_at, one.reduced_at - one.waited_seconds, one.reduced_at)
-            for one in sent
-        ]
-        event = BackwardEnded(
-            source=self.source,
-            step=backward.step,
-            began_at=backward.began_at,
-            ended_at=perf_counter(),
-            is_synchronized=bool(buckets),
-            buckets=tuple(buckets),
-            layout=self._layout,
-            metrics=metrics,
-            looks_for_unused=self._looks_for_unused,
-            unused=() if len(backward.ready) >= len(self._names) else self._unused(backward.ready),
-            record=record,
-            num_ranks=self._num_ranks,
-            ends_step=ends_step,
-        )
-        for receive in OBSERVERS.backward_ended:
-            receive(event)
-
-    def _unused(self, ready: Sequence[int]) -> tuple[str, ...]:
-        seen = set(ready)
-        return tuple(name for index, name in enumerate(self._names) if index not in seen)
-
     def rank_found_slow(self, slow: StragglerRecord) -> None:
         """Emit that a rank is slow in many steps."""
         emit(OBSERVERS.rank_found_slow, RankFoundSlow(self.source, slow))
@@ -220,10 +198,10 @@ class Emitter:
 class _ObservedList(list[int]):
     """A list that emits an event for each index that is appended."""
 
-    def __init__(self, emitter: Emitter, step: int) -> None:
+    def __init__(self, ledger: Ledger, step: int) -> None:
         super().__init__()
-        self._emitter, self._step = emitter, step
+        self._ledger, self._step = ledger, step
 
     def append(self, index: int) -> None:
         super().append(index)
-        self._emitter.gradient_ready(self._step, index)
+        self._ledger.gradient_ready(self._step, index)

@@ -91,7 +91,8 @@ class GradientSync:
         self.main_lane = main_lane
         self.state = state
         self.controls: Controls = state.controls
-        state.emitter.use(
+        self.ledger: Ledger = state.ledger
+        self.ledger.use(
             Source(main_lane.rank, title),
             self.names,
             num_ranks=main_lane.size,
@@ -112,7 +113,6 @@ class GradientSync:
         """The roster, which has each rider of this reducer as an attribute."""
         self.parameters: list[Tensor] = self.reduction.parameters
         self.layout: BucketLayout = self.reduction.layout
-        self.ledger = Ledger(self.names)
         self.outputs: Outputs = self.riders.forwards.outputs
         """The outputs of the wrapper's forwards, which backwards reach before they reach parameters."""
         if options.static_graph:
@@ -419,7 +419,7 @@ class GradientSync:
             is_compiled=is_compiled,
             is_local_by_forward=accumulates and controls.enabled,
             keeps_tensors=has_graph,
-            ready=self.state.emitter.observed_list(self.step + 1) if OBSERVERS.gradient_ready else [],
+            ready=self.ledger.observed_list(self.step + 1) if OBSERVERS.gradient_ready else [],
         )
 
     def _abandon(self) -> None:
@@ -515,9 +515,6 @@ class GradientSync:
             reduction.clock.enter(DATA)
         facts = reduction.riders.record()
         self.ledger.note(backward, step=self.step, divisor=divisor, facts=facts, timing=timing)
-        if OBSERVERS.backward_ended:
-            metrics, ends_step = facts.get("metrics", {}), self.step == backward.step
-            self.state.emitter.backward_ended(backward, metrics, self.ledger.present, ends_step=ends_step)
         if not is_local and not reduction.layout.order_is_learnt:
             reduction.layout.learn_order(backward.ready)
 

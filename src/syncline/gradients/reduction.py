@@ -247,7 +247,7 @@ class Reduction:
             raise
         backward.sent.append(bucket)
         if OBSERVERS.bucket_sent:
-            self.state.emitter.bucket_sent(backward.step, bucket)
+            self.state.ledger.bucket_sent(backward.step, bucket)
 
     def _tail(self) -> Tail:
         """Return the tail that this rank sends. It has no words if this rank has nothing to report."""
@@ -330,7 +330,7 @@ class Reduction:
             self.out_of_step.add_place(error, self.backward.step, bucket.plan)
             raise
         if OBSERVERS.bucket_reduced:
-            self.state.emitter.bucket_reduced(self.backward.step, bucket)
+            self.state.ledger.bucket_reduced(self.backward.step, bucket)
 
     def _read_tail(self) -> None:
         """Read the tail, and pass the words of all ranks to the riders. If a rider raises, it raises on every rank."""
@@ -378,7 +378,7 @@ class Reduction:
                 if stragglers.rule.warns and self.transport.rank == 0:
                     warn_user(str(slow))
                 if OBSERVERS.rank_found_slow:
-                    self.state.emitter.rank_found_slow(slow)
+                    self.state.ledger.rank_found_slow(slow)
         return measured
 
     # ------------------------------------------------------------------ without gradients to send

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from syncline.gradients.comm_hook import CommHook
-from syncline.gradients.ledger import Emitter
+from syncline.gradients.ledger import Ledger
 from syncline.gradients.options import Controls, OnNonFinite
 from syncline.gradients.riders.items import ItemNormalizer
 from syncline.gradients.riders.roster import Roster
@@ -36,7 +36,7 @@ class StepState:
         self.normalizer: ItemNormalizer = ItemNormalizer()
         """The normalizer, which counts the items whose gradients are in `.grad` (see `normalize_by`)."""
         self.stragglers: Stragglers = Stragglers()
-        self.emitter: Emitter = Emitter()
+        self.ledger: Ledger = Ledger()
         self._warned: set[str] = set()
 
     def use(self, reducer: object) -> None:
