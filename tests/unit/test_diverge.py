@@ -209,3 +209,14 @@ def test_mutation_and_ensembles(how: str) -> None:
 
     for first, last in run_ranks(3, program):
         assert last < 0.2 * first
+
+
+def test_buffers_that_are_switched_off_in_the_block_stay_off() -> None:
+    def rank(transport: Transport) -> None:
+        ddp = sl.DistributedDataParallel(nn.BatchNorm1d(1), process_group=transport)
+        with sl.diverge(ddp):
+            assert not ddp.will_sync_module_buffers()
+            ddp.forward_sync_buffers = False
+        assert not ddp.will_sync_module_buffers()
+
+    run_ranks(2, rank)

@@ -13,7 +13,7 @@ from torch import nn
 import syncline as sl
 from syncline.events import OBSERVERS
 from syncline.events.observer import KINDS
-from syncline.transport import Transport, run_ranks
+from syncline.transport import ThreadGroup, Transport, run_ranks
 
 
 class Everything(sl.Observer):
@@ -277,3 +277,19 @@ def test_an_error_of_an_observer_is_raised_and_names_it() -> None:
     with Broken():
         run_ranks(1, rank)
     run_ranks(1, train)
+
+
+def test_the_record_of_an_event_is_valid_until_the_next_backward() -> None:
+    class Last(sl.Observer):
+        def backward_ended(self, event: Any) -> None:
+            self.event = event
+
+    def rank(transport: Transport) -> int:
+        ddp = sl.DistributedDataParallel(nn.Linear(2, 1), process_group=transport)
+        ddp(torch.ones(1, 2)).sum().backward()
+        ddp._update_process_group(ThreadGroup(1).transport(0))
+        assert ddp.last_step is None
+        return observer.event.record().num_gradients
+
+    with Last() as observer:
+        assert run_ranks(1, rank) == [2]

@@ -947,3 +947,11 @@ def test_the_policy_and_its_warnings_go_on_when_the_module_changes() -> None:
     _, texts = warned(lambda: run_ranks(2, rank))
     # A new name is a reason to warn in step 4, where only twice as many steps would be another one.
     assert [text.split(",")[0] for text in texts] == ["step 2", "step 3", "step 4"]
+
+
+def test_a_finding_of_an_interrupted_backward_ends_with_the_group() -> None:
+    watch = NonFiniteWatch("skip")
+    for value, outcome in ((math.nan, "discarded"), (1.0, "finite")):
+        watch.use(["weight"], ThreadGroup(1).transport(0), list)
+        watch.conclude_alone([(0, torch.tensor([value]))], step=1)
+        assert watch.last.outcome == outcome

@@ -9,6 +9,7 @@ The places that emit other events first look whether an observer wants the event
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +28,52 @@ from syncline.gradients.bucket import Bucket
 from syncline.gradients.bucket_plan import BucketPlan
 from syncline.gradients.step_times import Measured
 from syncline.records import BackwardRecord, BucketRecord, NonFiniteRecord, StragglerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """The facts about one backward that has ended."""
+
+    backward: Backward
+    ended_at: float
+    timing: Measured | None
+    facts: dict[str, Any]
+    """The fields of the record that are stored when the backward ends. The other fields are computed on request."""
+    names: Sequence[str]
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Names of the parameters that got no gradient on this rank."""
+        if len(self.backward.ready) >= len(self.names):
+            return ()
+        seen = set(self.backward.ready)
+        return tuple(name for index, name in enumerate(self.names) if index not in seen)
+
+    def record(self) -> BackwardRecord:
+        """Return the record of the backward."""
+        backward, buckets = self.backward, self.backward.sent
+        position = {index: at for at, index in enumerate(backward.ready)}
+        return BackwardRecord(
+            synchronized=bool(buckets),
+            num_gradients=len(backward.ready),
+            unused=self.unused,
+            num_reduced=sum(bucket.plan.num_gradient_elements for bucket in buckets),
+            buckets=tuple(self._bucket(bucket, position) for bucket in buckets),
+            duration_seconds=self.ended_at - backward.began_at,
+            timing=None if self.timing is None else self.timing.record(),
+            **self.facts,
+        )
+
+    def _bucket(self, bucket: Bucket, position: Mapping[int, int]) -> BucketRecord:
+        in_order = sorted(bucket.plan.parameters, key=lambda i: position.get(i, len(position)))
+        return BucketRecord(
+            index=bucket.plan.index,
+            payload_bytes=bucket.plan.payload_bytes,
+            parameters=tuple(self.names[i] for i in in_order),
+            trigger=None if bucket.trigger is None else self.names[bucket.trigger],
+            launched_seconds=bucket.launched_at - self.backward.began_at,
+            waited_seconds=bucket.waited_seconds,
+        )
 
 
 class Ledger:
@@ -51,11 +98,7 @@ class Ledger:
         self.source = source
         self._names, self._num_ranks, self._looks_for_unused = names, num_ranks, looks_for_unused
         self._plans: list[BucketPlan] = []
-        self._backward: Backward | None = None
-        self._ended_at = 0.0
-        self._timing: Measured | None = None
-        self._facts: dict[str, Any] = {}
-        """The fields of the record that are stored when the backward ends. The other fields are computed on request."""
+        self._last: _Noted | None = None
 
     def note(
         self,
@@ -75,16 +118,16 @@ class Ledger:
             facts: the fields of the record that the riders provide, by name.
             timing: the times of the step; None if the backward was not reduced.
         """
-        self._backward, self._ended_at, self._timing = backward, perf_counter(), timing
-        self._facts = {
+        facts = {
             "step": step,
             "divisor": divisor,
             "counted_items": backward.num_items is not None,
             "reduced_afterwards": False,
             **facts,
         }
+        self._last = _Noted(backward, perf_counter(), timing, facts, self._names)
         if OBSERVERS.backward_ended:
-            self._backward_ended(backward)
+            self._backward_ended(self._last)
 
     def note_reduction(self, *, num_items: int | None, num_ranks: int) -> None:
         """Record that the gradients in `.grad` were reduced after the backward had ended.
@@ -93,54 +136,25 @@ class Ledger:
             num_items: the number of items by which the sums were divided; None if they were divided by `num_ranks`.
             num_ranks: the number of ranks.
         """
-        divisor = num_ranks if num_items is None else num_items
-        self._facts.update(divisor=divisor, counted_items=num_items is not None, reduced_afterwards=True)
+        if self._last is not None:
+            divisor = num_ranks if num_items is None else num_items
+            self._last.facts.update(
+                divisor=divisor, counted_items=num_items is not None, reduced_afterwards=True
+            )
 
     def note_nonfinite(self, nonfinite: NonFiniteRecord | None) -> None:
         """Replace the record of values that are not finite, because `.grad` was checked again after the backward."""
-        self._facts["nonfinite"] = nonfinite
+        if self._last is not None:
+            self._last.facts["nonfinite"] = nonfinite
 
     def last(self) -> BackwardRecord | None:
         """Return the record of the most recent backward. Returns None if there was no backward yet."""
-        return None if self._backward is None else self.present()
-
-    def present(self) -> BackwardRecord:
-        """Return the record of the most recent backward. There must have been one."""
-        backward = self._backward
-        assert backward is not None
-        ready, buckets = backward.ready, backward.sent
-        position = {index: at for at, index in enumerate(ready)}
-        return BackwardRecord(
-            synchronized=bool(buckets),
-            num_gradients=len(ready),
-            unused=self._unused(backward),
-            num_reduced=sum(bucket.plan.num_gradient_elements for bucket in buckets),
-            buckets=tuple(self._bucket(bucket, position, backward.began_at) for bucket in buckets),
-            duration_seconds=self._ended_at - backward.began_at,
-            timing=None if self._timing is None else self._timing.record(),
-            **self._facts,
-        )
-
-    def _bucket(self, bucket: Bucket, position: Mapping[int, int], began_at: float) -> BucketRecord:
-        in_order = sorted(bucket.plan.parameters, key=lambda i: position.get(i, len(position)))
-        return BucketRecord(
-            index=bucket.plan.index,
-            payload_bytes=bucket.plan.payload_bytes,
-            parameters=tuple(self._names[i] for i in in_order),
-            trigger=None if bucket.trigger is None else self._names[bucket.trigger],
-            launched_seconds=bucket.launched_at - began_at,
-            waited_seconds=bucket.waited_seconds,
-        )
-
-    def _unused(self, backward: Backward) -> tuple[str, ...]:
-        if len(backward.ready) >= len(self._names):
-            return ()
-        seen = set(backward.ready)
-        return tuple(name for index, name in enumerate(self._names) if index not in seen)
+        return None if self._last is None else self._last.record()
 
     # ------------------------------------------------------------------ events
 
-    def _backward_ended(self, backward: Backward) -> None:
+    def _backward_ended(self, noted: _Noted) -> None:
+        backward = noted.backward
         plans = [one.plan for one in backward.sent]
         if plans and plans != self._plans:
             self._plans, self._num_layouts = plans, self._num_layouts + 1
@@ -152,16 +166,16 @@ class Ledger:
             source=self.source,
             step=backward.step,
             began_at=backward.began_at,
-            ended_at=self._ended_at,
+            ended_at=noted.ended_at,
             is_synchronized=bool(buckets),
             buckets=tuple(buckets),
             layout=self._num_layouts,
-            metrics=self._facts.get("metrics", {}),
+            metrics=noted.facts.get("metrics", {}),
             looks_for_unused=self._looks_for_unused,
-            unused=self._unused(backward),
-            record=self.present,
+            unused=noted.unused,
+            record=noted.record,
             num_ranks=self._num_ranks,
-            ends_step=self._facts["step"] == backward.step,
+            ends_step=noted.facts["step"] == backward.step,
         )
         for receive in OBSERVERS.backward_ended:
             receive(event)

@@ -91,13 +91,6 @@ class GradientSync:
         self.main_lane = main_lane
         self.state = state
         self.controls: Controls = state.controls
-        self.ledger: Ledger = state.ledger
-        self.ledger.use(
-            Source(main_lane.rank, title),
-            self.names,
-            num_ranks=main_lane.size,
-            looks_for_unused=options.allow_unused,
-        )
         self.tasks = GraphTasks()
         """The graph tasks of the present backward."""
         self.reduction: Reduction = Reduction(
@@ -126,6 +119,13 @@ class GradientSync:
         )
         self._guard = StepGuard(self.reduction, self.tasks, state, finish=weakly(self.finish))
         state.use(self)
+        self.ledger: Ledger = state.ledger
+        self.ledger.use(
+            Source(main_lane.rank, title),
+            self.names,
+            num_ranks=main_lane.size,
+            looks_for_unused=options.allow_unused,
+        )
         others = reducers_of(self.parameters)
         self.ownership.add_rivals(other.ownership for other in others)
         own = set(map(id, self.parameters))

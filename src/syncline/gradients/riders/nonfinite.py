@@ -251,6 +251,7 @@ class NonFiniteWatch(NonFinite):
     ) -> None:
         """Check these gradients from now on. What is discarded stays discarded. See `NonFinite.use`."""
         super().use(names, transport, gradients)
+        self._own, self._is_bad = OwnGradients(), None  # a backward may have been interrupted
         self._report.use(names, warns=not transport.rank)
 
     # ------------------------------------------------------------------ this rank's own gradients

@@ -52,7 +52,7 @@ class NonFiniteNotice(NonFinite):
     ) -> None:
         """Check these gradients from now on, unless the warning was given. See `NonFinite.use`."""
         super().use(names, transport, gradients)
-        self._late = None
+        self._own, self._reported, self._late = OwnGradients(), {}, None
 
     def backward_begins(self, *, has_hook: bool) -> None:
         """Forget what was found in the last backward."""
